@@ -135,14 +135,33 @@ def mxfp4_blocks(weight: Tensor) -> Quantised:
     """Blocks of 16 bytes of two numbers each, and a power of two for each block (gpt-oss's experts)."""
     grouped = weight.double().unflatten(1, (-1, 32))
     exponents = grouped.abs().amax(-1).clamp(min=1e-6).log2().floor() - 2  # the largest number is 6
+    blocks, dense = _float4(grouped, exponents.exp2()[..., None])
+    return Quantised({"_blocks": blocks, "_scales": (exponents + 127).to(torch.uint8)}, dense)
+
+
+def nvfp4_groups(weight: Tensor, numbers: str, factor: str, divides: bool) -> Quantised:
+    """Two numbers a byte, a scale in e4m3 for each 16 inputs, and a factor for all (compressed-tensors, which
+    stores the number that scales are divided by, and modelopt)."""
+    grouped = weight.double().unflatten(1, (-1, 16))
+    scales = grouped.abs().amax(-1).clamp(min=1e-6) / 6
+    of_all = scales.amax() / 448
+    stored = (scales / of_all).clamp(min=2**-6).to(E4M3)
+    factors = of_all.float().reshape(1)
+    if divides:
+        factors = 1 / factors
+    exact = stored.float() / factors if divides else stored.float() * factors
+    bits, dense = _float4(grouped, exact.double()[..., None])
+    return Quantised({numbers: bits.flatten(1), "weight_scale": stored, factor: factors}, dense)
+
+
+def _float4(grouped: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns numbers e2m1 of `[N, groups, n]`, two a byte, and what they stand for, `[N, groups · n]`."""
     values = grouped.new_tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-    scaled = grouped / exponents.exp2()[..., None]
+    scaled = grouped / scales
     numbers = (scaled.abs()[..., None] - values).abs().argmin(-1)
     signs = (scaled < 0).int()
-    dense = (values[numbers] * (1 - 2 * signs) * exponents.exp2()[..., None]).flatten(1)
     bits = (numbers + 8 * signs).to(torch.uint8).unflatten(-1, (-1, 2))
-    blocks = bits[..., 0] | bits[..., 1] << 4
-    return Quantised({"_blocks": blocks, "_scales": (exponents + 127).to(torch.uint8)}, dense)
+    return bits[..., 0] | bits[..., 1] << 4, (values[numbers] * (1 - 2 * signs) * scales).flatten(1)
 
 
 class Written(NamedTuple):
@@ -188,6 +207,18 @@ FORMATS: dict[str, Written] = {
             "desc_act": False,
             "checkpoint_format": "gptq_v2",
         },
+    ),
+    "nvfp4": Written(
+        partial(nvfp4_groups, numbers="weight_packed", factor="weight_global_scale", divides=True),
+        compressed(
+            "nvfp4-pack-quantized",
+            {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True},
+            None,
+        ),
+    ),
+    "nvfp4-modelopt": Written(
+        partial(nvfp4_groups, numbers="weight", factor="weight_scale_2", divides=False),
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
     ),
 }
 

@@ -94,8 +94,8 @@ def load_model(
     config = without_quantization(config)
     if dtype == "auto":
         dtype = _auto_dtype(device, getattr(config, "dtype", None), set(stored.read))
-    if layers is not None and layers.experts and device.type == "cuda" and not dequantise:
-        what = f"a model with experts in {layers.format.name} (unless it runs with --dequantise)"
+    if layers is not None and layers.needs_library and device.type == "cuda" and not dequantise:
+        what = f"a model with weights in {layers.format.name} (unless it runs with --dequantise)"
         require_packages(what, "quantised", "humming")
     num_bytes = _loaded_bytes(stored.read, dtype.itemsize)
     if layers is not None and dequantise:

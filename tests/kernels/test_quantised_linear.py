@@ -4,6 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightkv.integrations.weights.experts import QuantisedExperts
+from lightkv.integrations.weights.float4 import Float4Weight
+from lightkv.integrations.weights.fp8 import Fp8Weight
+from lightkv.integrations.weights.int4 import Int4Weight
+from lightkv.integrations.weights.quantised import QuantisedWeight
 from lightkv.triton_kernels.layers.linear import tickets_for
 from lightkv.triton_kernels.layers.quantised_linear import (
     MAX_TOKENS,
@@ -116,8 +121,6 @@ def test_a_few_tokens_in_fp8_give_the_product_of_the_rounded_ones(device: torch.
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["blocks", "rows"])
 def test_many_tokens_in_fp8(kind: str) -> None:
-    from lightkv.integrations.weights.fp8 import Fp8Weight
-
     tensors = tensors_of(kind, 1024, 1536, torch.device("cuda"))
     bias = torch.randn(1024, device="cuda", dtype=torch.bfloat16)
     weight = Fp8Weight(tensors, bias, torch.bfloat16)
@@ -133,34 +136,56 @@ def test_many_tokens_in_fp8(kind: str) -> None:
         close(exact.matmul(x), wanted, 1e-2)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["blocks", "rows", "int4", "int4 with zeros", "mxfp4"])
-def test_rows_are_multiplied_with_their_experts_by_the_library(kind: str) -> None:
-    from lightkv.integrations.weights.experts import QuantisedExperts
-    from lightkv.integrations.weights.fp8 import Fp8Weight
-    from lightkv.integrations.weights.int4 import Int4Weight
-    from lightkv.integrations.weights.mxfp4 import Mxfp4Weight
+def float4(kind: str, n: int, k: int, dtype: torch.dtype) -> QuantisedWeight:
+    """Returns a random weight in MXFP4 or nvfp4 on the GPU."""
+    group, cuda = 32 if kind == "mxfp4" else 16, torch.device("cuda")
+    data = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=cuda)
+    scales = torch.randint(120, 126, (n, k // group), dtype=torch.uint8, device=cuda)
+    scales = scales.view(torch.float8_e8m0fnu) if kind == "mxfp4" else scales.float() / 128
+    return Float4Weight(QuantisedTensors(data, scales, None, (1, group)), None, dtype)
 
+
+def weight_of(kind: str, n: int, k: int, dtype: torch.dtype) -> QuantisedWeight:
+    """Returns a random weight of a kind on the GPU."""
+    if "fp4" in kind:
+        return float4(kind, n, k, dtype)
+    make = Fp8Weight if kind in ("blocks", "rows") else Int4Weight
+    return make(tensors_of(kind, n, k, torch.device("cuda")), None, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["blocks", "rows", "int4", "int4 with zeros", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_library_multiplies_rows_with_their_experts(kind: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     n, k, cuda = 192 if kind == "mxfp4" else 256, 384, torch.device("cuda")
-    if kind == "mxfp4":
-        data = torch.randint(0, 256, (5 * n, k // 2), dtype=torch.uint8, device=cuda)
-        scales = torch.randint(120, 126, (5 * n, k // 32), dtype=torch.uint8, device=cuda)
-        tensors = QuantisedTensors(data, scales.view(torch.float8_e8m0fnu), None, (1, 32))
-    else:
-        tensors = tensors_of(kind, 5 * n, k, cuda)
-    make = Fp8Weight if kind in ("blocks", "rows") else Mxfp4Weight if kind == "mxfp4" else Int4Weight
-    for dtype in (torch.bfloat16, torch.float16):
-        whole = make(tensors, None, dtype)
-        weights = (whole.dense() if kind == "mxfp4" else dense(tensors)).double().view(5, n, k)
-        experts = QuantisedExperts(whole, 5, kind == "mxfp4")
-        assert experts.nbytes < 1.4 * (whole.nbytes + 5 * 64 * k)  # rows are padded to 128
-        seen = experts.dense().transpose(1, 2) if kind == "mxfp4" else experts.dense()
-        close(seen, weights, 1e-2)
-        for counts in ((3, 0, 17, 1, 0), (40, 33, 0, 90, 20), (0, 0, 0, 0, 1), (900, 1, 0, 0, 300)):
-            offsets = torch.tensor(counts, device=cuda).cumsum(0).int()
-            x = torch.randn(sum(counts) + 2, k, device=cuda).to(dtype)  # two rows belong to no expert
-            found = experts.matmul(x, offsets)
-            pieces = x[:-2].double().split(list(counts))
-            wanted = torch.cat([piece @ one.t() for piece, one in zip(pieces, weights, strict=True)])
-            close(found[:-2], wanted, 1e-2)
+    whole, is_transposed = weight_of(kind, 5 * n, k, dtype), kind == "mxfp4"
+    weights = (whole.dense() if "fp4" in kind else dense(whole.tensors)).double().view(5, n, k)
+    experts = QuantisedExperts(whole, 5, is_transposed)
+    assert experts.nbytes < 1.4 * (whole.nbytes + 5 * 64 * k)  # rows are padded to 128
+    seen = experts.dense().transpose(1, 2) if is_transposed else experts.dense()
+    close(seen, weights, 1e-2)
+    for counts in ((3, 0, 17, 1, 0), (40, 33, 0, 90, 20), (0, 0, 0, 0, 1), (900, 1, 0, 0, 300)):
+        offsets = torch.tensor(counts, device=cuda).cumsum(0).int()
+        x = torch.randn(sum(counts) + 2, k, device=cuda).to(dtype)  # two rows belong to no expert
+        found = experts.matmul(x, offsets)
+        pieces = x[:-2].double().split(list(counts))
+        wanted = torch.cat([piece @ one.t() for piece, one in zip(pieces, weights, strict=True)])
+        close(found[:-2], wanted, 1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["int4", "int4 with zeros", "nvfp4"])
+def test_the_library_multiplies_a_weight(kind: str) -> None:
+    torch.manual_seed(0)
+    weight = weight_of(kind, 320, 512, torch.bfloat16)
+    weight.bias = torch.randn(320, device="cuda", dtype=torch.bfloat16)
+    plain, num_bytes = weight.dense().double(), weight.nbytes
+    assert weight.place()
+    assert not weight.place()
+    assert weight.nbytes < 1.4 * num_bytes
+    close(weight.dense(), plain, 1e-2)
+    for num_tokens in (1, 2, 33, 100, 1000):
+        x = torch.randn(num_tokens, 512, device="cuda", dtype=torch.bfloat16)
+        wanted = x.double() @ plain.t() + weight.bias.double()
+        close(weight.matmul(x), wanted, 1e-2)

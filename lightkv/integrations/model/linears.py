@@ -256,7 +256,7 @@ def _place(model: nn.Module, linears: Linears) -> None:
     if num:
         linears.num_placed += num
         took = time.perf_counter() - begun
-        linears.lines.append(f"{num} weights of 4 bits made ready for humming-kernels in {took:.1f} s")
+        linears.lines.append(f"{num} weights made ready for humming-kernels in {took:.1f} s")
 
 
 def _places(model: nn.Module) -> dict[nn.Linear, list[tuple[nn.Module, str]]]:

@@ -9,14 +9,15 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from .float4 import Mxfp4Format, Nvfp4Format
 from .fp8 import Fp8Format
 from .int4 import GROUPS, AwqFormat, GptqFormat, PackedFormat
-from .mxfp4 import Mxfp4Format
 from .quantised import Format
 
 _KNOWN = (
     "lightkv reads fp8 with scales of 128 x 128 blocks (quant_method fp8), AWQ, GPTQ without act order, "
-    "gpt-oss's mxfp4, and compressed-tensors' float-quantized with 8 bits and pack-quantized with 4"
+    "gpt-oss's mxfp4, modelopt's NVFP4, and compressed-tensors' float-quantized with 8 bits, pack-quantized "
+    "with 4, and nvfp4-pack-quantized"
 )
 _GROUPED = f"lightkv reads 4 bits in groups of {GROUPS} inputs in their order"
 
@@ -59,6 +60,8 @@ def weight_format(config: PreTrainedConfig) -> Format | None:
             return Mxfp4Format()
         if method in ("awq", "gptq"):
             return _awq_or_gptq(fields)
+        if method == "modelopt" and fields.get("quant_algo") == "NVFP4":
+            return Nvfp4Format("weight", "weight_scale_2", divides=False)
         if _is_compressed(fields):
             return _compressed_tensors(fields)
     except (KeyError, TypeError, AttributeError) as error:
@@ -127,6 +130,8 @@ def _group_format(fields: Mapping[str, Any], group: Mapping[str, Any]) -> Format
                 f"its weights of 4 bits have groups of {group_size} and actorder {order!r}; {_GROUPED}"
             )
         return PackedFormat(group_size, has_zeros=not weights.get("symmetric", True))
+    if name == "nvfp4-pack-quantized" and (kind, bits, weights.get("group_size")) == ("float", 4, 16):
+        return Nvfp4Format("weight_packed", "weight_global_scale", divides=True)
     raise UnknownQuantisation(
         f"its weights are {name} of type {kind} with {bits} bits and scales by {strategy}; {_KNOWN}"
     )

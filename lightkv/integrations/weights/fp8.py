@@ -74,6 +74,7 @@ class Fp8Format:
     marker: str
     block: tuple[int, int]
     rounds_input: bool
+    needs_library: bool = False
 
     @property
     def name(self) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightkv.triton_kernels.layers.quantised_linear import QuantisedTensors
 
-from .humming import HummingProduct, LibraryTensors, can_multiply, words_of
+from .humming import LibraryTensors, words_of
 from .quantised import QuantisedWeight, Wanted
 
 GROUPS = (32, 64, 128)
@@ -23,7 +23,7 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight outputs each number of a
 class Int4Weight(QuantisedWeight):
     """A weight of numbers of 4 bits."""
 
-    _product: HummingProduct | None = None
+    by_library = True
 
     def numbers(self) -> Tensor:
         """Returns the numbers from 0 to 15, uint8 `[N, K]`."""
@@ -38,29 +38,6 @@ class Int4Weight(QuantisedWeight):
         (_, scales, zeros, block), numbers = self.tensors, words_of(self.numbers(), 1)
         zeros = None if zeros is None else words_of(zeros, 0)
         return LibraryTensors("uint4", numbers, scales.to(self.dtype), block, zeros)
-
-    def place(self) -> bool:
-        tensors = self.tensors
-        if self._product is not None or not can_multiply(self.shape[1], tensors.data, self.dtype):
-            return False
-        self._product = HummingProduct(self.library_tensors(), self.bias, self.dtype)
-        nothing = tensors.data.new_empty((0, tensors.data.shape[1]))
-        self.tensors = tensors._replace(data=nothing, scales=tensors.scales[:0], zeros=None)
-        return True
-
-    @property
-    def nbytes(self) -> int:
-        return super().nbytes if self._product is None else self._product.nbytes
-
-    def dense(self) -> Tensor:
-        if self._product is None:
-            return super().dense()
-        ones = torch.eye(self.shape[1], dtype=self.dtype, device=self.tensors.data.device)
-        weight = self._product.matmul(ones)
-        return (weight if self.bias is None else weight - self.bias).t().contiguous()
-
-    def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        return super().matmul(x, out) if self._product is None else self._product.matmul(x, out)
 
 
 def _words(packed: Tensor, dim: int) -> Tensor:
@@ -93,6 +70,7 @@ class PackedFormat:
     group: int
     has_zeros: bool
     marker: str = ".weight_packed"
+    needs_library: bool = False
 
     @property
     def name(self) -> str:
@@ -122,6 +100,7 @@ class AwqFormat:
 
     group: int
     marker: str = ".qweight"
+    needs_library: bool = False
 
     @property
     def name(self) -> str:
@@ -155,6 +134,7 @@ class GptqFormat:
     group: int
     added: int
     marker: str = ".qweight"
+    needs_library: bool = False
 
     @property
     def name(self) -> str:

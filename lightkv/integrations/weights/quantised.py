@@ -7,7 +7,7 @@ Joining and dividing keep the numbers as they are, so they are exact. They cut a
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from lightkv.triton_kernels.layers.quantised_linear import (
     quantised_linear,
 )
 
-from .humming import LibraryTensors
+from .humming import HummingProduct, LibraryTensors, can_multiply
 
 # By the name of a tensor, behind that of its layer: the element types and the shapes that it may have.
 Wanted = dict[str, tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]]
@@ -33,12 +33,15 @@ class CannotDivide(LightKVError):
 
 class Format(Protocol):
     """How a checkpoint stores quantised weights. `name`: for reports. `marker`: how the name of a tensor
-    ends that shows that a layer is quantised."""
+    ends that shows that a layer is quantised.
+    `needs_library`: whether a GPU multiplies the weights by the library alone."""
 
     @property
     def name(self) -> str: ...
     @property
     def marker(self) -> str: ...
+    @property
+    def needs_library(self) -> bool: ...
 
     def wanted(self, n: int, k: int) -> Wanted:
         """Returns the tensors of a layer of `n` outputs and `k` inputs. Raises ValueError if the format cannot
@@ -50,12 +53,17 @@ class Format(Protocol):
 
 class QuantisedWeight(ABC):
     """A weight `[N, K]` that is held as `tensors`, on one device, and multiplied in `dtype`. A subclass says
-    what the numbers are, and may multiply many tokens in its own way."""
+    what the numbers are, and may multiply many tokens in its own way. `by_library`: whether the library
+    multiplies it where it is installed. `has_kernels`: whether `quantised_linear` reads it."""
+
+    by_library: ClassVar[bool] = False
+    has_kernels: ClassVar[bool] = True
 
     def __init__(self, tensors: QuantisedTensors, bias: Tensor | None, dtype: torch.dtype) -> None:
         self.tensors, self.bias, self.dtype = tensors, bias, dtype
         self.shape = torch.Size((len(tensors.data), tensors.num_columns))
-        self._tickets = tickets_for(tensors.data) if tensors.data.is_cuda else None
+        self._tickets = tickets_for(tensors.data) if tensors.data.is_cuda and self.has_kernels else None
+        self._product: HummingProduct | None = None
 
     @classmethod
     def join(cls, weights: Sequence[Any]) -> Self | None:
@@ -115,6 +123,8 @@ class QuantisedWeight(ABC):
     @property
     def nbytes(self) -> int:
         """The bytes of the numbers, the scales and the biases."""
+        if self._product is not None:
+            return self._product.nbytes
         return sum(one.nbytes for one in (*self.tensors[:3], self.bias) if one is not None)
 
     @abstractmethod
@@ -123,6 +133,14 @@ class QuantisedWeight(ABC):
 
     def dense(self) -> Tensor:
         """Returns the weight, `[N, K]` of its dtype: the reference of every product."""
+        if self._product is not None:
+            ones = torch.eye(self.shape[1], dtype=self.dtype, device=self.tensors.data.device)
+            weight = self._product.matmul(ones)
+            return (weight if self.bias is None else weight - self.bias).t().contiguous()
+        return self.made_dense()
+
+    def made_dense(self) -> Tensor:
+        """Returns the weight that `tensors` stand for."""
         if self.tensors.data.is_cuda:
             return dequantised(self.tensors, self.dtype)
         scales = self.tensors.scales.float()
@@ -134,6 +152,8 @@ class QuantisedWeight(ABC):
     def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Returns x · weight^T + bias of x `[..., K]`: `[..., N]`, in `out` if that is given. A GPU multiplies
         a few tokens by kernels that read the packed numbers; a CPU multiplies with the dense weight."""
+        if self._product is not None:
+            return self._product.matmul(x, out)
         if self.tensors.data.is_meta:
             return x.new_empty((*x.shape[:-1], self.shape[0]))
         if self._tickets is not None:
@@ -146,9 +166,16 @@ class QuantisedWeight(ABC):
         return y if out is None else out.copy_(y)
 
     def place(self) -> bool:
-        """Gives the weight the form in which a library multiplies it, where there is one, and lets go of the
+        """Gives the weight the form in which the library multiplies it, where it does, and lets go of the
         other. Returns whether it did. A weight is not joined or divided after that."""
-        return False
+        tensors = self.tensors
+        fits = self.by_library and can_multiply(self.shape[1], tensors.data, self.dtype)
+        if self._product is not None or not fits:
+            return False
+        self._product = HummingProduct(self.library_tensors(), self.bias, self.dtype)
+        nothing = tensors.data.new_empty((0, tensors.data.shape[1]))
+        self.tensors = tensors._replace(data=nothing, scales=tensors.scales[:0].clone(), zeros=None)
+        return True
 
     def library_tensors(self) -> LibraryTensors:
         """Returns the weight as the library is given it."""

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from lightkv.errors import UnsupportedModel
 from lightkv.integrations.model.experts.mixture import run_quantised_experts
 from lightkv.integrations.weights.config import UnknownQuantisation, weight_format
-from lightkv.integrations.weights.mxfp4 import Mxfp4Format
+from lightkv.integrations.weights.float4 import Mxfp4Format
 from lightkv.integrations.weights.quantised import Format
 from lightkv.integrations.weights.weight_part import WeightPart
 from lightkv.router.model_files import StoredTensor, UnreadableWeights, list_some
@@ -44,6 +44,11 @@ class QuantisedLayers:
     weights: Mapping[str, StoredWeight]
     experts: Mapping[str, StoredExperts]
     names: frozenset[str]
+
+    @property
+    def needs_library(self) -> bool:
+        """Whether a GPU multiplies some of the weights by the library alone: those of experts always."""
+        return bool(self.experts) or self.format.needs_library
 
     def model_class(self, base: Any) -> Any:
         """Returns a subclass of a class of models, in whose models a WeightPart without numbers stands in the

@@ -11,7 +11,7 @@ from torch import nn
 
 from lightkv.errors import LightKVError
 from lightkv.integrations.weights.experts import QuantisedExperts
-from lightkv.integrations.weights.mxfp4 import Mxfp4Format
+from lightkv.integrations.weights.float4 import Mxfp4Format
 from lightkv.integrations.weights.quantised import CannotDivide, QuantisedWeight
 from lightkv.router.model_files import UnreadableWeights
 
