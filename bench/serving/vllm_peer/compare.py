@@ -87,12 +87,11 @@ QUICK = Amount(1, (8, 64, 512))
 
 
 class Workplace(NamedTuple):
-    """Where files go. `shape`, `format`: of the checkpoint, names of `bench.common`. `logs`: what the
+    """Where files go. `checkpoint`: what it is made of, as `bench.common.random_checkpoint` takes it. `logs`: what the
     processes print. `work`: the results of single processes."""
 
     model: Path
-    shape: str
-    format: str | None
+    checkpoint: Sequence[str]
     logs: Path
     work: Path
 
@@ -111,6 +110,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
                       help="directory of the checkpoint, which is made if it does not exist")  # fmt: skip
     made.add_argument("--shape", choices=SHAPES, default="llama-3-8b", help="of the checkpoint that is made")
     made.add_argument("--format", help="of its weights, as bench.common.random_checkpoint takes it")
+    made.add_argument("--layers", type=int, help="of it, if not all")
     made.add_argument("--logs", type=Path, default=default / "logs", help="directory for the engines' output")
     made.add_argument("--only", choices=[*ENGINES, "nothing"], help="measure one engine, or nothing")
     made.add_argument("--skip-offline", action="store_true", help="leave out the part in process")
@@ -154,17 +154,17 @@ def make_model(engine: Engine, place: Workplace) -> None:
     """Writes the checkpoint, unless it is there. Raises PartFailed."""
     if (place.model / "config.json").exists():
         made = json.loads((place.model / "config.json").read_text()).get("model_type")
-        if made != SHAPES[place.shape].model_type:
+        shape = place.checkpoint[1]
+        if made != SHAPES[shape].model_type:
             raise PartFailed(
-                f"{place.model} has a model of type {made}, but --shape is {place.shape}; give another --model"
+                f"{place.model} has a model of type {made}, but --shape is {shape}; give another --model"
             )
         return
     partial = place.model.with_name(place.model.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     print(f"writing the checkpoint to {place.model}", flush=True)
-    command = ["-m", "bench.common.random_checkpoint", str(partial), "--shape", place.shape,
-               "--max-length", str(MAX_LENGTH),
-               *(["--format", place.format] if place.format else [])]  # fmt: skip
+    command = ["-m", "bench.common.random_checkpoint", str(partial), *place.checkpoint,
+               "--max-length", str(MAX_LENGTH)]  # fmt: skip
     run_child(command, engine.environment, place.logs / "model.log", PART_SECONDS, re.compile("/"))
     partial.rename(place.model)
 
@@ -382,11 +382,17 @@ def main() -> None:
     machine = read_machine(lightkv) if options.only != "nothing" else {
         name: value for name, value in earlier[0].items() if name != "results"
     }  # fmt: skip
+    checkpoint = ["--shape", options.shape]
     what = f"the shape of {options.shape}, random weights, {options.format or 'bfloat16'}"
+    if options.format:
+        checkpoint += ["--format", options.format]
+    if options.layers:
+        checkpoint += ["--layers", str(options.layers)]
+        what += f", {options.layers} layers"
     document = Document(what, machine, earlier, options.out)
     chosen = [own for own in engines if options.only in (None, own.name)]
     with tempfile.TemporaryDirectory() as work:
-        place = Workplace(model, options.shape, options.format, options.logs.resolve(), Path(work))
+        place = Workplace(model, checkpoint, options.logs.resolve(), Path(work))
         try:
             if chosen:
                 make_model(lightkv, place)

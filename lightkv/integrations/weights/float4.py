@@ -1,7 +1,7 @@
 """Weights of numbers e2m1 of 4 bits, two a byte. Inputs stay in 16 bits.
 
-- MXFP4, in which gpt-oss's experts are published: a power of two is the scale of each 32 inputs (OCP Microscaling
-  Formats, version 1.0).
+- MXFP4, in which gpt-oss's experts are published: a power of two is the scale of each 32 inputs (OCP
+  Microscaling Formats, version 1.0).
 - nvfp4: a number e4m3 for each 16 inputs, and a factor for all of a layer (compressed-tensors, modelopt).
 """
 
