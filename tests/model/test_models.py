@@ -53,10 +53,8 @@ tokens. Layers that read the K/V of another layer (Gemma-3n, Gemma-4) hold none.
 (Qwen3.5, LFM2, Nemotron-H and others) need the extra `hybrid` on a GPU. The models here are tiny and random.
 The released checkpoints of two families need more than that:
 
-- **gpt-oss** stores its experts in MXFP4. transformers turns them into bfloat16 while it loads them (42 GB for
-  20b, 234 GB for 120b), unless the package `kernels` is installed. lightkv has not been run on them, and its
-  check of the memory, which precedes loading, counts the stored bytes. To run the experts packed takes a
-  product over MXFP4.
+- **gpt-oss** stores its experts in MXFP4, in which they run (see below). lightkv has not been run on the released
+  checkpoints, but on random weights of their shapes and format.
 - **Llama-4** is released as a model of text and images (`model_type` llama4), whose text runs (see below).
   transformers computes every expert for every token, and Scout's 218 GB in bfloat16 take several GPUs.
 
@@ -69,17 +67,22 @@ The released checkpoints of two families need more than that:
   several tokens are in fp8, too, where the checkpoint says that its inputs are.
 - **4 bits in groups of 32, 64 or 128 inputs** (compressed-tensors `pack-quantized`, AWQ `gemm`, GPTQ without
   act order). With the extra `quantised`, humming-kernels multiplies them on a GPU; without it kernels of
-  lightkv multiply up to 64 tokens on Ampere GPUs and newer ones, which takes longer. Experts are multiplied by
-  kernels of lightkv.
+  lightkv multiply up to 64 tokens on Ampere GPUs and newer ones, which takes longer.
+- **nvfp4** (compressed-tensors `nvfp4-pack-quantized`, modelopt `NVFP4`), and the experts of **MXFP4**
+  (gpt-oss). A GPU multiplies them by humming-kernels alone. Inputs stay in 16 bits, also where the checkpoint
+  says that they are in fewer.
+
+**Experts** in all these formats are multiplied by humming-kernels on a GPU. Where it is missing there, they are
+refused, as are nvfp4 and MXFP4, with what to install.
 
 Everything else is multiplied with the dense weight, which is made for each product: on a CPU, on other GPUs,
 and for more tokens with 4 bits where humming-kernels is missing. `--dequantise` makes it once, while the model
-is loaded. Layers without scales in the files are plain. Several ranks divide linear layers in whole blocks and
-groups, and no experts.
+is loaded. Layers without scales in the files are plain. Several ranks divide linear layers and experts in whole
+blocks and groups; those in MXFP4 by whole experts.
 
-Refused before weights are read: act order, groups of other sizes, other bits (nvfp4, integers of 8 bits),
-several formats in one checkpoint, and tensors that are missing or have another shape or type than their
-format says. MXFP4 (gpt-oss) is made dense by transformers, and embeddings have to be plain.
+Refused before weights are read: act order, groups of other sizes, other bits (integers of 8 bits), several
+formats in one checkpoint, and tensors that are missing or have another shape or type than their format says.
+Embeddings have to be plain.
 
 **Adapted models.** The engine changes models that it has loaded whose attention modules compute scores
 themselves, attend twice a layer, or are not handed keyword arguments: BigBird, Bloom, CodeGen, DiffLlama,

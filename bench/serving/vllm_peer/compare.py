@@ -87,7 +87,7 @@ QUICK = Amount(1, (8, 64, 512))
 
 
 class Workplace(NamedTuple):
-    """Where files go. `checkpoint`: what it is made of, as `bench.common.random_checkpoint` takes it. `logs`: what the
+    """Where files go. `checkpoint`: the options of `bench.common.random_checkpoint`. `logs`: what the
     processes print. `work`: the results of single processes."""
 
     model: Path
