@@ -11,13 +11,13 @@ from starlette.responses import Response
 
 from lightkv import __version__
 from lightkv.errors import LightKVError
+from lightkv.router.api.answers.errors import CONTEXT_EXCEEDED, LIMIT_REACHED
 from lightkv.router.api.answers.generation import Backend, GenerationFailed, GenerationLost
 from lightkv.router.api.answers.sessions import OpenSessions, UnknownSession
 from lightkv.router.api.grammars.checker import GrammarChecker
 from lightkv.router.api.http.body import BodyRoom, body_route
 from lightkv.router.api.http.guard import (
-    CONTEXT_EXCEEDED,
-    LIMIT_REACHED,
+    MESSAGE_ID_HEADER,
     OPEN_PATHS,
     REQUEST_ID_HEADER,
     Guard,
@@ -79,7 +79,7 @@ def create_app(
         settings=settings,
     )
     if settings.allowed_origins:
-        exposed = [REQUEST_ID_HEADER, "Retry-After"]
+        exposed = [REQUEST_ID_HEADER, MESSAGE_ID_HEADER, "Retry-After"]
         methods = ["GET", "POST"]
         origins = settings.allowed_origins
         app.add_middleware(

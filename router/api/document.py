@@ -8,8 +8,8 @@ from fastapi import FastAPI, Security
 from fastapi.params import Depends
 from fastapi.security import HTTPBearer
 
-from lightkv.router.api.answers.message_writer import OVERLOADED
-from lightkv.router.api.http.guard import MESSAGES_PATH, ErrorBody, MessageErrorBody
+from lightkv.router.api.answers.errors import OVERLOADED, ErrorBody, MessageErrorBody
+from lightkv.router.api.http.guard import MESSAGES_PATH
 from lightkv.router.api.requests.sharing import MAX_SESSION_ID
 from lightkv.router.config import NAMESPACE_HEADER, SESSION_HEADER
 
