@@ -14,6 +14,7 @@ KEYS = """
 free free
 narrow rpm-key rpm=2
 few tpm-key tpm=100
+counts count-key rpm=4
 single one-key max_parallel_requests=1
 """
 
@@ -65,6 +66,26 @@ def test_requests_beyond_the_limit_are_refused_before_their_text_is_tokenised(
     assert (status, content["error"]["type"], wait) == (429, "rate_limit_error", "30")
     monkeypatch.undo()
     assert send(api, "free", asked)[0] == 200
+
+
+def test_counting_tokens_takes_one_of_the_minutes_requests(
+    api: ApiUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [
+        ("/v1/messages/count_tokens", HELLO),
+        ("/tokenize", {"prompt": "Hi"}),
+        ("/tokenize", HELLO),
+        ("/detokenize", {"tokens": [5]}),
+    ]
+    assert [send(api, "count-key", body, path)[0] for path, body in asked] == [200] * 4
+    monkeypatch.setattr(api.tokenizer, "encode", None)
+    monkeypatch.setattr(api.tokenizer, "render_chat", None)
+    for path, body in asked:
+        status, content, wait = send(api, "count-key", body, path)
+        assert (status, content["error"]["type"], wait) == (429, "rate_limit_error", "15")
+    monkeypatch.undo()
+    assert send(api, "count-key", {"prompt": "Once", "max_tokens": 1})[0] == 429
+    assert send(api, "free", {"prompt": "Hi"}, "/tokenize")[0] == 200
 
 
 def test_tokens_that_a_request_did_not_use_are_given_back(api: ApiUnderTest) -> None:

@@ -156,10 +156,10 @@ class Messages:
         except InvalidParams as error:
             raise renamed(error, _NAMES) from error
 
-    async def count_tokens(self, body: MessagesInput) -> Response:
+    async def count_tokens(self, body: MessagesInput, request: Request) -> Response:
         """POST /v1/messages/count_tokens: return how many tokens the prompt of such a message has."""
         try:
-            return json_response({"input_tokens": await self._chats.count(body.chat())})
+            return json_response({"input_tokens": await self._chats.count(body.chat(), request)})
         except InvalidParams as error:
             raise renamed(error, _NAMES) from error
 

@@ -52,9 +52,10 @@ class _Bucket:
         return None if count > self.most else max(count - self._left, 0.0) * 60 / self.most
 
     def take(self, count: int, now: float) -> None:
-        """Takes `count`, whether it is there or not; a negative one is given back."""
+        """Takes `count`, whether it is there or not; a negative one is given back. What is owed is at most a
+        minute's, so that no key has to wait for more than two."""
         self._refill(now)
-        self._left = min(self._left - count, self.most)
+        self._left = max(min(self._left - count, self.most), -self.most)
 
     def _refill(self, now: float) -> None:
         self._left = min(self._left + (now - self._at) * self.most / 60, self.most)
@@ -129,11 +130,10 @@ class KeyLimiter:
         """Takes a request of so many answers, and for each the smaller of `max_tokens` and the mean length of
         the key's answers; for the prompt an estimate from the bytes of the body, until `add_prompt`. Returns
         None for a key without limits. Raises LimitReached, and nothing is taken."""
-        limits = self._limits_of(key)
-        if limits is None or limits == KeyLimits():
+        used, now = self._of(key), self._clock()
+        if used is None:
             return None
-        used, now = self._of(key, limits), self._clock()
-        at_once = limits.max_parallel_requests
+        at_once = used.limits.max_parallel_requests
         if at_once is not None and used.num_open + num_answers > at_once:
             seconds = None if num_answers > at_once else 1.0
             raise LimitReached("max_parallel_requests", at_once, num_answers, seconds)
@@ -150,8 +150,21 @@ class KeyLimiter:
         used.num_open += num_answers
         return Reservation(used, num_answers, answers, num_tokens, self._clock)
 
-    def _of(self, key: bytes, limits: KeyLimits) -> _Used:
-        """Returns what a key has used."""
+    def take_request(self, key: bytes) -> None:
+        """Takes one of the minute's requests for one that counts tokens and has no answer. Raises LimitReached,
+        also where the minute's tokens are used up, of which it takes none."""
+        used, now = self._of(key), self._clock()
+        if used is not None and used.tokens is not None:
+            _require("tpm", used.tokens, 1, now)
+        if used is not None and used.requests is not None:
+            _require("rpm", used.requests, 1, now)
+            used.requests.take(1, now)
+
+    def _of(self, key: bytes) -> _Used | None:
+        """Returns what a key has used; None for one without limits."""
+        limits = self._limits_of(key)
+        if limits is None or limits == KeyLimits():
+            return None
         found = self._used.get(key)
         if found is None:
             if len(self._used) >= self._most_kept:
