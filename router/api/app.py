@@ -70,7 +70,8 @@ def create_app(
         settings.max_open_bytes,
         2 * tokenizer.max_model_len,
     )
-    app.router.route_class = body_route(room)
+    limiter = KeyLimiter(keys.limits)
+    app.router.route_class = body_route(room, limiter)
     # The last one that is added sees a request first.
     app.add_middleware(
         Guard,
@@ -96,7 +97,7 @@ def create_app(
     app.add_exception_handler(LightKVError, _on_refusal)
     app.add_exception_handler(Exception, _on_defect)
 
-    for route in routes_of(backend, settings, grammars, KeyLimiter(keys.limits)):
+    for route in routes_of(backend, settings, grammars, limiter):
         is_open = route.path in OPEN_PATHS
         needs_key = keys.any and not is_open
         guarded = [401] * needs_key + [403] * (settings.hosts is not None and not is_open)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from lightkv.router.api.http import body as http_body
 from lightkv.router.service.messages import Refused
 from tests.support.fake_router import CHAT, COMPLETIONS, HELLO, ApiUnderTest, idle, service, wait_until
 
@@ -119,6 +120,38 @@ def test_a_request_at_once_ends_with_its_client_or_its_stream(api: ApiUnderTest)
     wait_until(lambda: send(api, "one-key", asked | {"stream": False})[0] == 200)
     assert send(api, "one-key", asked | {"stream": False})[0] == 200
     assert send(api, "one-key", asked | {"n": 2})[0] == 400
+
+
+def test_a_key_at_its_limit_delays_no_other(api: ApiUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of its requests is read, parsed, tokenised or sent to the router, however many they are."""
+    api.router.hold = True
+    bodies: list[int] = []
+    monkeypatch.setattr(
+        http_body, "parse", lambda text, *rest: (bodies.append(len(text)), json.loads(text))[1]
+    )
+    asked = {"prompt": "Once", "max_tokens": 3, "stream": True}
+    connections = [api.connect() for _ in range(300)]
+    for number, connection in enumerate(connections):
+        connection.putrequest("POST", COMPLETIONS)
+        connection.putheader("Authorization", "Bearer one-key")
+        connection.putheader("Content-Type", "application/json")
+        if number:  # of these the body never arrives
+            connection.putheader("Content-Length", "190000")
+            connection.endheaders(b"{")
+        else:
+            connection.putheader("Content-Length", str(len(json.dumps(asked))))
+            connection.endheaders(json.dumps(asked).encode())
+            wait_until(lambda: api.router.num_running == 1)
+    api.router.hold = False
+    long = " " * 100_000
+    assert send(api, "free", {"prompt": "Twice", "max_tokens": 1, "user": long})[0] == 200
+    assert len(api.router.submits) == len(bodies) == 2
+    assert max(bodies) > 100_000
+    for connection in connections[1:]:
+        assert connection.getresponse().status == 429
+    assert send(api, "one-key", {"prompt": "Hi"}, "/tokenize")[0] == 200  # which is no answer
+    for connection in connections:
+        connection.close()
 
 
 def test_the_limits_of_a_running_service_change_with_the_file(

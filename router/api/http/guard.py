@@ -20,6 +20,7 @@ from lightkv.router.service.api_settings import ApiSettings
 OPEN_PATHS = frozenset({"/health", "/ready"})  # probes have no API key
 METRICS_PATH = "/metrics"
 MESSAGES_PATH = "/v1/messages"  # of Anthropic's API, with what is below it
+COUNTING_PATHS = frozenset({f"{MESSAGES_PATH}/count_tokens", "/tokenize", "/detokenize"})  # without answers
 _ASKED_FIRST = frozenset({"authorization", "x-api-key", "x-requested-with"})  # headers that no form has
 REQUEST_ID_HEADER, MESSAGE_ID_HEADER = "X-Request-Id", "request-id"  # the second is Anthropic's
 WARM_UP = "lightkv.warm_up"  # the ASGI extension of requests that the service sends itself, and does not log

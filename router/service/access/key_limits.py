@@ -150,15 +150,26 @@ class KeyLimiter:
         used.num_open += num_answers
         return Reservation(used, num_answers, answers, num_tokens, self._clock)
 
+    def require(self, key: bytes, num_answers: int) -> None:
+        """Raises LimitReached where a key is at a limit, whatever else is asked for, before the body is read.
+        `num_answers`: the fewest; 0 for a request that counts tokens."""
+        used, now = self._of(key), self._clock()
+        if used is None:
+            return
+        at_once = used.limits.max_parallel_requests
+        if at_once is not None and num_answers and used.num_open >= at_once:
+            raise LimitReached("max_parallel_requests", at_once, num_answers, 1.0)
+        if used.tokens is not None:
+            _require("tpm", used.tokens, 1, now)
+        if used.requests is not None:
+            _require("rpm", used.requests, 1, now)
+
     def take_request(self, key: bytes) -> None:
         """Takes one of the minute's requests for one that counts tokens and has no answer. Raises LimitReached,
         also where the minute's tokens are used up, of which it takes none."""
-        used, now = self._of(key), self._clock()
-        if used is not None and used.tokens is not None:
-            _require("tpm", used.tokens, 1, now)
-        if used is not None and used.requests is not None:
-            _require("rpm", used.requests, 1, now)
-            used.requests.take(1, now)
+        self.require(key, 0)
+        if (used := self._of(key)) is not None and used.requests is not None:
+            used.requests.take(1, self._clock())
 
     def _of(self, key: bytes) -> _Used | None:
         """Returns what a key has used; None for one without limits."""
