@@ -16,6 +16,7 @@ free free
 narrow rpm-key rpm=2
 few tpm-key tpm=100
 counts count-key rpm=4
+faults fault-key rpm=2
 single one-key max_parallel_requests=1
 """
 
@@ -87,6 +88,16 @@ def test_counting_tokens_takes_one_of_the_minutes_requests(
     monkeypatch.undo()
     assert send(api, "count-key", {"prompt": "Once", "max_tokens": 1})[0] == 429
     assert send(api, "free", {"prompt": "Hi"}, "/tokenize")[0] == 200
+
+
+def test_only_what_the_service_has_no_room_for_does_not_count(api: ApiUnderTest) -> None:
+    asked = {"prompt": "Once", "max_tokens": 1}
+    api.router.refuse = lambda submit: Refused(submit.request_id, "queue_full", "no")
+    assert [send(api, "fault-key", asked)[0] for _ in range(3)] == [429, 429, 429]
+    assert send(api, "fault-key", HELLO | {"max_tokens": 1}, "/v1/messages")[0] == 529
+    api.router.refuse = lambda submit: None
+    too_long = {"prompt": [5] * 2000, "max_tokens": 1}
+    assert [send(api, "fault-key", too_long)[0] for _ in range(3)] == [400, 400, 429]
 
 
 def test_tokens_that_a_request_did_not_use_are_given_back(api: ApiUnderTest) -> None:

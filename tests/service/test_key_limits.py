@@ -107,6 +107,17 @@ def test_a_request_that_was_refused_elsewhere_is_given_back() -> None:
         keys.take(2).end(0, [])
 
 
+def test_a_request_that_was_tokenised_and_refused_counts() -> None:
+    keys = Keys(rpm=3, tpm=100)
+    keys.take(1, 50)
+    for num_tokens in (1000, 95):  # never, and not now
+        one = keys.take(1, 10)
+        with pytest.raises(LimitReached):
+            one.add_prompt(num_tokens)
+        one.end(0, [])
+    assert keys.refused().name == "rpm"
+
+
 def test_short_answers_make_no_room_for_many_long_ones() -> None:
     keys = Keys(tpm=1000)
     for _ in range(500):

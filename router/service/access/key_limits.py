@@ -78,7 +78,8 @@ class _Used:
 
 
 class Reservation:
-    """What one request has taken of its key's limits, until `end`."""
+    """What one request has taken of its key's limits, until `end`. `counts`: whether it is one of the minute's
+    requests even without answers, because it was refused for its own fault."""
 
     def __init__(
         self, used: _Used, num_answers: int, answers: int, taken: int, clock: Callable[[], float]
@@ -88,24 +89,29 @@ class Reservation:
         self._num_answers = num_answers
         self._answers = answers  # the tokens that they are expected to have
         self._taken = taken  # of the minute's tokens
+        self.counts = False
 
     def add_prompt(self, num_tokens: int) -> None:
         """Takes the tokens of the prompts, which are known by now. Raises LimitReached."""
         if (tokens := self._used.tokens) is not None:
-            now = self._clock()
+            now, self.counts = (
+                self._clock(),
+                True,
+            )  # if it is refused here, its text was tokenised for nothing
             if num_tokens > tokens.most:
                 raise LimitReached("tpm", tokens.most, num_tokens, None)
             more = min(num_tokens + self._answers, tokens.most) - self._taken
             _require("tpm", tokens, more, now)
             tokens.take(more, now)
             self._taken += more
+            self.counts = False
 
     def end(self, num_prompt: int, lengths: list[int]) -> None:
         """Gives back what the request did not use. `lengths`: the tokens of its answers; none if it was
         refused."""
         used = self._used
         used.num_open -= self._num_answers
-        if used.requests is not None and not lengths:
+        if used.requests is not None and not lengths and not self.counts:
             used.requests.take(-self._num_answers, self._clock())
         if used.tokens is not None:
             used.tokens.take(num_prompt + sum(lengths) - self._taken, self._clock())
