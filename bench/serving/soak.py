@@ -9,8 +9,9 @@ that requests are preempted and cached prefixes evicted. First it sends a number
 the other, none of which hits what the others have cached; their answers are the expected ones. Then --clients
 clients send, at random: these requests again, as one answer or as a stream, some with log-probabilities; the
 same with the connection closed in the middle; sampled requests of new random ids; and invalid requests (see
-`soak_requests.py`). Every few minutes the clients stop until no request is running. With --kill-every the
-worker is killed at these intervals. A request that fails for that is counted and not judged.
+`soak_requests.py`), by several API keys of which most have limits (`soak_keys.py`). Every few minutes the
+clients stop until no request is running. With --kill-every the worker is killed at these intervals. A request
+that fails for that is counted and not judged.
 
 It exits without figures, and with the reason, unless
 
@@ -20,7 +21,8 @@ It exits without figures, and with the reason, unless
   tie may change;
 - every sampled answer is complete, and every invalid request is refused with the right status;
 - whenever no request is running, no token is held, free and cached tokens make up the pool, the device's
-  count has been compared with the ledger's, and the worker was started again only after it was killed;
+  count has been compared with the ledger's, the worker was started again only after it was killed, and the
+  figures of the API keys add up to the totals of /load and /metrics;
 - requests were preempted, and more tokens were computed than the pool holds;
 - over the second half of the time the memory of every process is flat: the median of that half's last quarter
   is at most 2 % or 10 MiB above the median of its first quarter. This is not checked in a run of less than 20
@@ -39,13 +41,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, Protocol
 
 import uvloop
 
 from bench.common.report import parser, print_json, print_machine, print_table, refuse
-from bench.serving.load_client import Endpoint, Reply, RequestFailed
+from bench.serving.load_client import Reply, RequestFailed
 from bench.serving.served import Memory, Server, ServerFailed, parse_with_serve
+from bench.serving.soak_keys import Keys, unequal_sums
 from bench.serving.soak_requests import (
     Answer,
     Call,
@@ -77,7 +81,7 @@ MIB = 2**20
 
 
 class Service(Protocol):
-    """The service that the clients use: an `Endpoint`, or a fake one in tests."""
+    """The service that the clients use: a `KeyedService`, or a fake one in tests."""
 
     async def get(self, path: str) -> Any: ...
 
@@ -381,6 +385,7 @@ async def soak(service: Service, options: argparse.Namespace, vocab_size: int, s
             rested = await at_rest(service)
             num_starts = earlier["num_worker_starts"] + clients.num_kills - num_kills
             failures += lost_tokens({**earlier, "num_worker_starts": num_starts}, rested)
+            failures += unequal_sums(rested, (await service.request("GET", "/metrics")).body.decode())
             earlier = rested
             num_rests += 1
             held = ", ".join(f"{role} {own.resident / MIB:.0f}" for role, own in server.memory().items())
@@ -452,8 +457,14 @@ def results_of(outcome: Outcome, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def print_tables(results: Mapping[str, Any]) -> None:
-    """Prints the requests by kind, and the memory of each process."""
+    """Prints the requests by kind, what each key has used, and the memory of each process."""
     print_table(["requests", ""], [[kind, str(num)] for kind, num in results["requests"].items()])
+    print()
+    by_key = results["load"]["by_key"]
+    figures = list(next(iter(by_key.values())))
+    rows = [[name, *(str(used[figure]) for figure in figures)] for name, used in by_key.items()]
+    print_table(["key", *(figure.replace("_", " ") for figure in figures)], rows)
+    print("refused by limits:", results["refused_by_limits"])
     print()
     columns = list(next(iter(results["memory_mib"].values())))
     header = ["MiB", *(column.replace("_", " ") for column in columns)]
@@ -476,6 +487,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     made.add_argument(
         "--max-total-tokens", type=int, default=1536, help="tokens of the pool; small, so that it gets full"
     )
+    made.add_argument("--keys", type=int, default=4, help="API keys; the first has no limits")
     made.add_argument("--admission", default="guaranteed")
     made.add_argument("--seed", type=int, default=0)
     return parse_with_serve(made, argv)
@@ -492,15 +504,17 @@ def main() -> None:
     text = load_config(Path(resolve(options.model, print))).get_text_config()
     command = ["--model", options.model, "--device", options.device, "--admission", options.admission]
     command += ["--max-total-tokens", str(options.max_total_tokens), *options.serve]
+    folder = TemporaryDirectory()
+    keys = Keys(Path(folder.name), options.keys)
     try:
-        with Server(command) as server:
+        with Server([*command, "--api-key-file", str(keys.file)]) as server:
             held = ", ".join(f"{role} {own.resident / MIB:.0f}" for role, own in server.memory().items())
             print(f"before the first request, MiB: {held}", flush=True)
-            endpoint = Endpoint(server.url, None, ANSWER_SECONDS)
-            outcome = uvloop.run(soak(endpoint, options, text.vocab_size, server))
+            service = keys.service(server.url, ANSWER_SECONDS)
+            outcome = uvloop.run(soak(service, options, text.vocab_size, server))
     except (RequestFailed, ServerFailed) as error:
         refuse(str(error))
-    results = results_of(outcome, options)
+    results = results_of(outcome, options) | {"refused_by_limits": dict(keys.counts)}
     print_tables(results)
     if outcome.failures:
         refuse("\n".join(outcome.failures))

@@ -11,13 +11,13 @@ from starlette.responses import Response
 
 from lightkv import __version__
 from lightkv.errors import LightKVError
+from lightkv.router.api.answers.errors import CONTEXT_EXCEEDED, LIMIT_REACHED
 from lightkv.router.api.answers.generation import Backend, GenerationFailed, GenerationLost
 from lightkv.router.api.answers.sessions import OpenSessions, UnknownSession
 from lightkv.router.api.grammars.checker import GrammarChecker
 from lightkv.router.api.http.body import BodyRoom, body_route
 from lightkv.router.api.http.guard import (
-    CONTEXT_EXCEEDED,
-    LIMIT_REACHED,
+    MESSAGE_ID_HEADER,
     OPEN_PATHS,
     REQUEST_ID_HEADER,
     Guard,
@@ -70,7 +70,8 @@ def create_app(
         settings.max_open_bytes,
         2 * tokenizer.max_model_len,
     )
-    app.router.route_class = body_route(room)
+    limiter = KeyLimiter(keys.limits)
+    app.router.route_class = body_route(room, limiter)
     # The last one that is added sees a request first.
     app.add_middleware(
         Guard,
@@ -79,7 +80,7 @@ def create_app(
         settings=settings,
     )
     if settings.allowed_origins:
-        exposed = [REQUEST_ID_HEADER, "Retry-After"]
+        exposed = [REQUEST_ID_HEADER, MESSAGE_ID_HEADER, "Retry-After"]
         methods = ["GET", "POST"]
         origins = settings.allowed_origins
         app.add_middleware(
@@ -96,7 +97,7 @@ def create_app(
     app.add_exception_handler(LightKVError, _on_refusal)
     app.add_exception_handler(Exception, _on_defect)
 
-    for route in routes_of(backend, settings, grammars, KeyLimiter(keys.limits)):
+    for route in routes_of(backend, settings, grammars, limiter):
         is_open = route.path in OPEN_PATHS
         needs_key = keys.any and not is_open
         guarded = [401] * needs_key + [403] * (settings.hosts is not None and not is_open)

@@ -8,8 +8,8 @@ from fastapi import FastAPI, Security
 from fastapi.params import Depends
 from fastapi.security import HTTPBearer
 
-from lightkv.router.api.answers.message_writer import OVERLOADED
-from lightkv.router.api.http.guard import MESSAGES_PATH, ErrorBody, MessageErrorBody
+from lightkv.router.api.answers.errors import OVERLOADED, ErrorBody, MessageErrorBody
+from lightkv.router.api.http.guard import MESSAGES_PATH
 from lightkv.router.api.requests.sharing import MAX_SESSION_ID
 from lightkv.router.config import NAMESPACE_HEADER, SESSION_HEADER
 
@@ -46,7 +46,7 @@ _ERRORS: Answers = {
 ALWAYS = (413, 500)  # statuses of every route
 NAMES_MODEL = (404,)
 WITHOUT_BODY = (400,)  # of a POST, which a form could send
-CONVERTS_TEXT = (400, 404)
+CONVERTS_TEXT = (400, 404, 429)
 GENERATES = (400, 404, 429, 503)
 OF_MESSAGES = (400, 404, 429, OVERLOADED)
 ASKS_WORKER = (503,)

@@ -44,10 +44,11 @@ def resolve(model: str, report: Report, revision: str | None = None) -> Path:
     Args:
         model: a directory, or an id of the Hugging Face hub such as "org/name".
         report: is called with each line of progress.
-        revision: of a model of the hub, which no converted copy has; a directory has none.
+        revision: of a model of the hub, which no converted copy has.
 
     Raises:
-        UnreadableWeights: the local directory has no config.json, `model` is a file, or the conversion failed.
+        UnreadableWeights: the local directory has no config.json or is given a revision, `model` is a file, or
+            the conversion failed.
         ModelNotFound: none of these places has it.
     """
     try:
@@ -57,6 +58,9 @@ def resolve(model: str, report: Report, revision: str | None = None) -> Path:
     if os.path.isfile(directory):
         raise UnreadableWeights(directory, "is a file, not a model's directory", DIRECTORY_REMEDY)
     if os.path.isdir(directory):  # unlike Path.is_dir, this is False for a name that the system refuses
+        if revision is not None:
+            reason = f"is a directory, of which there is no revision {revision!r}"
+            raise UnreadableWeights(directory, reason, "leave the revision out, or give an id of the hub")
         if not (directory / "config.json").is_file():
             require_whole(directory)
         return directory
@@ -91,7 +95,8 @@ def local_models() -> dict[str, Path]:
             if repo.repo_type == "model" and revisions:
                 found[repo.repo_id] = revisions[-1].snapshot_path
     converted = _converted_dir("any").parent
-    found |= {one.name.replace("--", "/"): one for one in converted.glob("*") if one.is_dir()}
+    whole = [one for one in converted.glob("[!.]*") if one.is_dir()]  # .X.partial is one that is being made
+    found |= {one.name.replace("--", "/"): one for one in whole}
     return dict(sorted(found.items()))
 
 

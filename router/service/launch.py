@@ -95,7 +95,7 @@ def serve(engine: EngineConfig, service: ServiceConfig, notes: Console) -> int:
             with progress(notes, f"looking for {engine.model}") as report:
                 directory = resolve(engine.model, report, engine.revision)
             service = replace(service, served_model_name=service.served_model_name or (engine.model,))
-            engine = replace(engine, model=str(directory))
+            engine = replace(engine, model=str(directory), revision=None)  # of which that is the copy
             running = _Service(engine, service, site, notes, template)
             return asyncio.run(running.run())
     except KeyboardInterrupt:

@@ -3,6 +3,7 @@ has sent all of a request."""
 
 import asyncio
 import errno
+import json
 import select
 import socket
 import ssl
@@ -29,6 +30,7 @@ from tests.support.api_process import until_closed
 from tests.support.fake_router import error_of, wait_until
 
 MAX_BODY = 2**20
+READS = ("/read", "/v1/messages", "/llm/v1/messages")
 CHUNKED = b"POST /read HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
 REFUSED = CHUNKED.replace(b"/read", b"/refuse")
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -37,15 +39,15 @@ ANONYMOUS = "aNULL:@SECLEVEL=0"  # TLS without certificates
 
 
 class Application:
-    """Answers /read with the length of the body, and /refuse with 401 before it reads any. `parts`: the lengths
-    in which bodies arrived; None where the client disconnected."""
+    """Answers a POST to one of READS with the length of the body, and /refuse with 401 before it reads any.
+    `parts`: the lengths in which bodies arrived; None where the client disconnected."""
 
     def __init__(self) -> None:
         self.parts: list[int | None] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         length = 0
-        is_open = scope["path"] == "/read"
+        is_open = scope["path"] in READS and scope["method"] == "POST"
         while is_open:
             message = await receive()
             if message["type"] == "http.disconnect":
@@ -209,6 +211,53 @@ def test_many_lines_of_headers_are_refused() -> None:
         assert head.startswith(b"HTTP/1.1 400")
         assert f"more than {MAX_LINES} header lines" in error_of(body)["message"]
         connection.close()
+
+
+@pytest.mark.parametrize(
+    ("lines", "status"),
+    [
+        (b"Host: x\r\nContent-Length: 9\r\n\r\n", b"408"),
+        (b"Host: x\r\n", b"408"),
+        (b"Host: x\r\n" + b"a:\r\n" * 200, b"400"),
+        (b"Host: x\r\na: \x00\r\n\r\n", b"400"),
+        (b"Host: x\r\nx-api-key: " + b"k" * 80_000, b"400"),
+        (b"Host: x\r\nTransfer-Encoding: chunked\r\nContent-Length: 9\r\n\r\n", b"400"),
+    ],
+    ids=["body", "headers", "lines", "character", "bytes", "lengths"],
+)
+@pytest.mark.parametrize("keeps", [False, True], ids=["first", "later"])
+def test_errors_of_a_connection_have_the_form_of_their_path(lines: bytes, status: bytes, keeps: bool) -> None:
+    with serving(header_seconds=0.1, body_seconds=0.1, root_path="/llm") as service:
+        for path, has_type in (
+            (b"/v1/messages?beta=true", True),
+            (b"/llm/v1/messages", True),
+            (b"/read", False),
+        ):
+            connection = service.connect()
+            if keeps:
+                connection.sendall(HEALTH if has_type else HEALTH.replace(b"/health", b"/v1/messages"))
+                answer(connection)
+            connection.sendall(b"POST %b HTTP/1.1\r\n%b" % (path, lines))
+            head, _, body = until_closed(connection).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 " + status)
+            assert len(body) == int(head.lower().partition(b"content-length: ")[2].split()[0])
+            error = json.loads(body)
+            assert error["error"]["type"] == "invalid_request_error"
+            assert error.get("type") == ("error" if has_type else None)
+            connection.close()
+
+
+def test_a_connection_too_many_is_an_overload_to_anthropics_clients() -> None:
+    with serving(max_connections=1, root_path="/llm") as service:
+        connections = [service.connect(), service.connect()]
+        for path, status in ((b"/llm/v1/messages", b"529"), (b"/llm/health", b"200")):
+            connections.append(service.connect())
+            connections[-1].sendall(HEALTH.replace(b"/health", path))
+            received = answer(connections[-1])
+            assert received.startswith(b"HTTP/1.1 " + status)
+            assert (b'"overloaded_error"' in received) == (status == b"529")
+        for connection in connections:
+            connection.close()
 
 
 # The turns of the event loop

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from lightkv.router.api.http import body as http_body
 from lightkv.router.service.messages import Refused
 from tests.support.fake_router import CHAT, COMPLETIONS, HELLO, ApiUnderTest, idle, service, wait_until
 
@@ -14,6 +15,8 @@ KEYS = """
 free free
 narrow rpm-key rpm=2
 few tpm-key tpm=100
+counts count-key rpm=4
+faults fault-key rpm=2
 single one-key max_parallel_requests=1
 """
 
@@ -67,6 +70,36 @@ def test_requests_beyond_the_limit_are_refused_before_their_text_is_tokenised(
     assert send(api, "free", asked)[0] == 200
 
 
+def test_counting_tokens_takes_one_of_the_minutes_requests(
+    api: ApiUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [
+        ("/v1/messages/count_tokens", HELLO),
+        ("/tokenize", {"prompt": "Hi"}),
+        ("/tokenize", HELLO),
+        ("/detokenize", {"tokens": [5]}),
+    ]
+    assert [send(api, "count-key", body, path)[0] for path, body in asked] == [200] * 4
+    monkeypatch.setattr(api.tokenizer, "encode", None)
+    monkeypatch.setattr(api.tokenizer, "render_chat", None)
+    for path, body in asked:
+        status, content, wait = send(api, "count-key", body, path)
+        assert (status, content["error"]["type"], wait) == (429, "rate_limit_error", "15")
+    monkeypatch.undo()
+    assert send(api, "count-key", {"prompt": "Once", "max_tokens": 1})[0] == 429
+    assert send(api, "free", {"prompt": "Hi"}, "/tokenize")[0] == 200
+
+
+def test_only_what_the_service_has_no_room_for_does_not_count(api: ApiUnderTest) -> None:
+    asked = {"prompt": "Once", "max_tokens": 1}
+    api.router.refuse = lambda submit: Refused(submit.request_id, "queue_full", "no")
+    assert [send(api, "fault-key", asked)[0] for _ in range(3)] == [429, 429, 429]
+    assert send(api, "fault-key", HELLO | {"max_tokens": 1}, "/v1/messages")[0] == 529
+    api.router.refuse = lambda submit: None
+    too_long = {"prompt": [5] * 2000, "max_tokens": 1}
+    assert [send(api, "fault-key", too_long)[0] for _ in range(3)] == [400, 400, 429]
+
+
 def test_tokens_that_a_request_did_not_use_are_given_back(api: ApiUnderTest) -> None:
     prompt = list(range(1, 31))
     asked = {"prompt": prompt, "max_tokens": 60}
@@ -98,6 +131,38 @@ def test_a_request_at_once_ends_with_its_client_or_its_stream(api: ApiUnderTest)
     wait_until(lambda: send(api, "one-key", asked | {"stream": False})[0] == 200)
     assert send(api, "one-key", asked | {"stream": False})[0] == 200
     assert send(api, "one-key", asked | {"n": 2})[0] == 400
+
+
+def test_a_key_at_its_limit_delays_no_other(api: ApiUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of its requests is read, parsed, tokenised or sent to the router, however many they are."""
+    api.router.hold = True
+    bodies: list[int] = []
+    monkeypatch.setattr(
+        http_body, "parse", lambda text, *rest: (bodies.append(len(text)), json.loads(text))[1]
+    )
+    asked = {"prompt": "Once", "max_tokens": 3, "stream": True}
+    connections = [api.connect() for _ in range(300)]
+    for number, connection in enumerate(connections):
+        connection.putrequest("POST", COMPLETIONS)
+        connection.putheader("Authorization", "Bearer one-key")
+        connection.putheader("Content-Type", "application/json")
+        if number:  # of these the body never arrives
+            connection.putheader("Content-Length", "190000")
+            connection.endheaders(b"{")
+        else:
+            connection.putheader("Content-Length", str(len(json.dumps(asked))))
+            connection.endheaders(json.dumps(asked).encode())
+            wait_until(lambda: api.router.num_running == 1)
+    api.router.hold = False
+    long = " " * 100_000
+    assert send(api, "free", {"prompt": "Twice", "max_tokens": 1, "user": long})[0] == 200
+    assert len(api.router.submits) == len(bodies) == 2
+    assert max(bodies) > 100_000
+    for connection in connections[1:]:
+        assert connection.getresponse().status == 429
+    assert send(api, "one-key", {"prompt": "Hi"}, "/tokenize")[0] == 200  # which is no answer
+    for connection in connections:
+        connection.close()
 
 
 def test_the_limits_of_a_running_service_change_with_the_file(

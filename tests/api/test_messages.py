@@ -313,6 +313,59 @@ def test_an_empty_message_is_an_empty_text() -> None:
     assert (message.role, message.content) == ("user", "")
 
 
+# As Mistral's do, but for calls and results.
+ALTERNATES = (
+    "{% set ns = namespace(num=0) %}{% for m in messages %}{% if m.role != 'tool' and not m.tool_calls %}"
+    "{% if (m.role == 'user') != (ns.num % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% set ns.num = ns.num + 1 %}{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
+
+
+def test_messages_of_one_role_in_a_row_are_one_turn(tmp_path: Path) -> None:
+    under_test = service(tmp_path)
+    under_test.tokenizer._template_source = ALTERNATES
+    turns = [("user", "a"), ("user", [{"type": "text", "text": "b"}]), ("assistant", "c"), ("assistant", "d")]
+    messages = [{"role": role, "content": content} for role, content in [*turns, ("user", "e")]]
+    with under_test.running() as api:
+        api.post(CHAT, {"messages": messages}, 400)
+        api.post(MESSAGES, HELLO | {"messages": messages})
+        prompt = api.tokenizer.decode(ids_of(api.router.submits[-1]))
+        assert prompt == "<user>a\nb<assistant>cd<user>e"
+        call = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+        results = [{"type": "tool_result", "tool_use_id": "a", "content": text} for text in "12"]
+        turns = [("user", "q"), ("assistant", [call] * 2), ("user", results), ("user", "r"), ("user", "s")]
+        messages = [{"role": role, "content": content} for role, content in turns]
+        api.post(MESSAGES, HELLO | {"messages": messages})
+        prompt = api.tokenizer.decode(ids_of(api.router.submits[-1]))
+    assert prompt == "<user>q<assistant><tool>1<tool>2\nr\ns"
+
+
+def test_an_agents_answer_and_results_may_be_several_messages() -> None:
+    calls = [{"type": "tool_use", "id": name, "name": "weather", "input": {}} for name in "ab"]
+    answer = [{"type": "thinking", "thinking": "Hm."}, {"type": "text", "text": "So."}, *calls]
+    results = [
+        {"type": "tool_result", "tool_use_id": "a", "content": "1"},
+        {"type": "text", "text": "Wait."},
+        {"type": "text", "text": "No."},
+        {"type": "tool_result", "tool_use_id": "b", "content": "2"},
+        {"type": "text", "text": "Go on."},
+    ]
+    whole = [{"role": "assistant", "content": answer}, {"role": "user", "content": results}]
+    split = [{"role": turn["role"], "content": [block]} for turn in whole for block in turn["content"]]
+    found = [
+        MessageRequest(**HELLO | {"messages": HELLO["messages"] + turns}).chat().messages
+        for turns in (whole, split)
+    ]
+    assert found[0] == found[1]
+    assert [(one.role, one.content) for one in found[0][1:]] == [
+        ("assistant", "So."),
+        ("tool", "1"),
+        ("user", "Wait.\nNo."),
+        ("tool", "2"),
+        ("user", "Go on."),
+    ]
+
+
 def test_an_error_names_the_field_as_it_is_called_here() -> None:
     with pytest.raises(InvalidParams) as caught:
         MessageRequest(**HELLO, cache_salt=3).chat()

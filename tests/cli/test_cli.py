@@ -432,6 +432,7 @@ def test_the_models_of_the_caches_are_listed(
     monkeypatch.setattr(huggingface_hub, "scan_cache_dir", partial(huggingface_hub.scan_cache_dir, hub))
     assert run("list")[:2] == (0, "no model is in lightkv's or in the Hugging Face cache\n")
     shutil.copytree(tiny, tmp_path / "lightkv" / "models" / "org--converted")
+    (tmp_path / "lightkv" / "models" / ".org--other.partial").mkdir()
     for name, commit in (("whole", "a" * 40), ("part", "b" * 40)):
         repo = hub / f"models--org--{name}"
         (repo / "refs").mkdir(parents=True)

@@ -53,8 +53,8 @@ tokens. Layers that read the K/V of another layer (Gemma-3n, Gemma-4) hold none.
 (Qwen3.5, LFM2, Nemotron-H and others) need the extra `hybrid` on a GPU. The models here are tiny and random.
 The released checkpoints of two families need more than that:
 
-- **gpt-oss** stores its experts in MXFP4, in which they run (see below). lightkv has not been run on the released
-  checkpoints, but on random weights of their shapes and format.
+- **gpt-oss** stores its experts in MXFP4, in which they run (see below). lightkv has not been run on the
+  released checkpoints, but on random weights of the shape and format of 20b.
 - **Llama-4** is released as a model of text and images (`model_type` llama4), whose text runs (see below).
   transformers computes every expert for every token, and Scout's 218 GB in bfloat16 take several GPUs.
 

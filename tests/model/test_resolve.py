@@ -208,6 +208,11 @@ def test_default_model_without_its_package(lines: list[str], monkeypatch: pytest
         resolve(DEFAULT_MODEL, lines.append)
 
 
+def test_a_directory_has_no_revisions(tiny_dir: Path, lines: list[str]) -> None:
+    with pytest.raises(UnreadableWeights, match=r"no revision 'v1'; leave the revision out"):
+        resolve(str(tiny_dir), lines.append, "v1")
+
+
 def test_hugging_face_cache(
     cache: Path, tiny_dir: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,8 +88,8 @@ def test_a_prompt_that_a_minute_never_has_is_refused_for_good() -> None:
 def test_an_estimate_refuses_nothing_for_good() -> None:
     keys = Keys(tpm=100)
     keys.take(1, 32_000).end(50, [20_000])  # the key's answers are long
-    assert keys.refused(1, 32_000).seconds == math.ceil(20_050 * 60 / 100)
-    keys.now += 20_050
+    assert keys.refused(1, 32_000).seconds == 120
+    keys.now += 120
     keys.take(1, 32_000, num_bytes=10**6)
 
 
@@ -105,6 +105,17 @@ def test_a_request_that_was_refused_elsewhere_is_given_back() -> None:
     keys = Keys(rpm=2)
     for _ in range(5):
         keys.take(2).end(0, [])
+
+
+def test_a_request_that_was_tokenised_and_refused_counts() -> None:
+    keys = Keys(rpm=3, tpm=100)
+    keys.take(1, 50)
+    for num_tokens in (1000, 95):  # never, and not now
+        one = keys.take(1, 10)
+        with pytest.raises(LimitReached):
+            one.add_prompt(num_tokens)
+        one.end(0, [])
+    assert keys.refused().name == "rpm"
 
 
 def test_short_answers_make_no_room_for_many_long_ones() -> None:
@@ -123,11 +134,38 @@ def test_the_estimate_follows_the_answers_of_the_key_and_more_is_a_debt() -> Non
         keys.take(1, 5000).end(0, [10])
         keys.now += 60
     one = keys.take(1, 5000)
-    keys.take(1, 5000).end(0, [20_000])
-    assert keys.refused().seconds == math.ceil((20_000 + 256 + 1 - 10_000) * 60 / 10_000)
+    keys.take(1, 5000).end(0, [15_000])
+    assert keys.refused().seconds == math.ceil((15_000 + 256 + 1 - 10_000) * 60 / 10_000)
     one.end(0, [0])
     keys.now += 61
     keys.take()
+
+
+def test_a_key_owes_at_most_a_minutes_tokens() -> None:
+    keys = Keys(tpm=1000)
+    for one in [keys.take(1, 5000) for _ in range(3)]:
+        one.end(0, [10**9])
+    assert keys.refused(1, 1).seconds == math.ceil(1001 * 60 / 1000)
+    keys.now += 121  # whatever is asked for
+    keys.take(1, 10**9).end(0, [0])
+
+
+def test_a_request_that_counts_tokens_is_one_of_the_minutes() -> None:
+    keys = Keys(rpm=2, tpm=1000, max_parallel_requests=1)
+    one = keys.take(1, 1)
+    keys.limiter.take_request(b"a")  # while an answer is not complete
+    with pytest.raises(LimitReached) as caught:
+        keys.limiter.take_request(b"a")
+    assert (caught.value.name, caught.value.seconds) == ("rpm", 30)
+    assert keys.refused().name == "max_parallel_requests"
+    one.end(0, [2000])
+    keys.now += 59  # 1000 are owed
+    with pytest.raises(LimitReached) as caught:
+        keys.limiter.take_request(b"a")
+    assert (caught.value.name, caught.value.seconds) == ("tpm", 2)
+    keys.now += 2
+    keys.limiter.take_request(b"a")
+    keys.limiter.take_request(b"none")
 
 
 def test_changed_limits_begin_anew_and_the_open_requests_still_count() -> None:

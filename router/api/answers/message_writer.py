@@ -11,20 +11,12 @@ from typing import Any
 from lightkv.router.text.tool_calls.json_call import as_object
 
 from .chat_writer import ChatWriter
+from .errors import message_error
 from .generation import Generation, TextDelta, usage_of
 from .pieces import Object, in_pieces
 
-OVERLOADED = 529  # Anthropic's status for what is a 503 of OpenAI's, or a full queue
 SIGNATURE = "lightkv"  # of each thinking; clients want one, and the service takes any back
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-_ERRORS = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    OVERLOADED: "overloaded_error",
-}
 # By the type of a block: the type of its deltas, and the field that has their text.
 _DELTAS = {
     "text": ("text_delta", "text"),
@@ -121,7 +113,7 @@ class MessageEvents:
 
     def fail(self, status: int, error: str) -> Iterable[bytes]:
         """Returns the last event of an answer that could not be completed."""
-        return _event("error", message_error(status, error))
+        return _event("error", message_error(status, error)[1])
 
     def _add(self, block: Object, text: str) -> list[Iterable[bytes]]:
         """Returns the events of a text, for which `block` is opened if another kind is open."""
@@ -148,13 +140,6 @@ class MessageEvents:
         self._kind = None
         self._num_closed += 1
         return events
-
-
-def message_error(status: int, message: str, request_id: str | None = None) -> Object:
-    """Returns Anthropic's error object, whose type follows from the HTTP status. A 503 is an overload there."""
-    kind = _ERRORS.get(OVERLOADED if status == 503 else status)
-    kind = kind or ("invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
 
 
 def end_of(generation: Generation, finish_reason: str | None) -> Object:

@@ -22,7 +22,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from .guard import too_large
+from lightkv.router.service.access.key_limits import KeyLimiter
+
+from .guard import COUNTING_PATHS, too_large
 from .owner import owner_of
 
 # Bytes. A body of this size is parsed within a few milliseconds, so it is parsed without a thread.
@@ -161,14 +163,19 @@ class _ClosingResponse(Response):
             self._request.finish()
 
 
-def body_route(room: BodyRoom) -> type[APIRoute]:
-    """Returns a class of routes that read their bodies within `room`."""
+def body_route(room: BodyRoom, limiter: KeyLimiter) -> type[APIRoute]:
+    """Returns a class of routes that read their bodies within `room`, and read none of a key that is at a limit
+    of `limiter`."""
 
     class BodyRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
             handle = super().get_route_handler()
+            num_answers = 0 if self.path in COUNTING_PATHS else 1
+            has_body = self.body_field is not None
 
             async def handle_bounded(request: Request) -> Response:
+                if has_body and (key := request.state.api_key) is not None:
+                    limiter.require(key, num_answers)
                 bounded = BodyRequest(request, room)
                 try:
                     response = await handle(bounded)

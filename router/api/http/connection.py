@@ -2,10 +2,10 @@
 it leaves unread of its answers, and how it is closed."""
 
 import asyncio
-import json
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
+from urllib.parse import unquote
 
 import h11
 import uvicorn
@@ -15,7 +15,7 @@ from uvicorn.server import ServerState
 
 from lightkv.router.service.api_settings import ApiSettings
 
-from .guard import error_body, error_response
+from .guard import error_response, path_of
 from .owner import network_of
 from .parser import HttpConnection
 from .turns import Turns
@@ -137,7 +137,7 @@ class Connection(H11Protocol):
         self._connections = connections
         connections.protocols.add(self)
         if len(connections.protocols) > connections.max_connections:
-            self.app = _TooManyConnections(self.app, connections.max_connections)
+            self.app = _TooManyConnections(self.app, connections)
         self._seconds = {"headers": limits.header_seconds, "body": limits.body_seconds}
         self._write_seconds = limits.write_seconds
         self._write_timer: asyncio.TimerHandle | None = None
@@ -259,15 +259,12 @@ class Connection(H11Protocol):
 
     def _send_error(self, status: int, text: str) -> None:
         """Sends an error as the last answer of the connection, of which none may have begun."""
-        body = json.dumps(error_body(status, text)).encode()
-        headers = [
-            ("Content-Type", "application/json"),
-            ("Content-Length", str(len(body))),
-            ("Connection", "close"),
-        ]
+        error = error_response(status, text, headers={"Connection": "close"})
+        path = unquote(self.conn.target.partition(b"?")[0].decode("latin-1"))
+        error.take_form_of(path_of({"path": path, "root_path": self._connections.limits.root_path}))
         reason = HTTPStatus(status).phrase.encode()
-        response = h11.Response(status_code=status, headers=headers, reason=reason)
-        for event in (response, h11.Data(data=body), h11.EndOfMessage()):
+        response = h11.Response(status_code=error.status_code, headers=error.raw_headers, reason=reason)
+        for event in (response, h11.Data(data=bytes(error.body)), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
         if self.cycle is not None:
             self.cycle.disconnected = True  # stops the route, which may wait for the body, or answer, too
@@ -276,13 +273,15 @@ class Connection(H11Protocol):
 class _TooManyConnections:
     """The application of connections beyond the limit: it answers /health, and 503 to all other requests."""
 
-    def __init__(self, app: Any, max_connections: int) -> None:
+    def __init__(self, app: Any, connections: OpenConnections) -> None:
         self._app = app
-        self._max_connections = max_connections
+        self._connections = connections
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] == "/health":
+        scope["root_path"] = self._connections.limits.root_path
+        if path_of(scope) == "/health":
             await self._app(scope, receive, send)
             return
-        text = f"the service has {self._max_connections} open connections, its limit; try again in a moment"
+        most = self._connections.max_connections
+        text = f"the service has {most} open connections, its limit; try again in a moment"
         await error_response(503, text, headers={"Connection": "close"})(scope, receive, send)

@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from typing_extensions import TypedDict
 
-from lightkv.router.api.answers.message_writer import OVERLOADED, message_error
+from lightkv.router.api.answers.errors import ErrorBody, error_body, message_error
 from lightkv.router.api.operators.request_log import RequestRecord
 from lightkv.router.service.access.key_file import ApiKeys
 from lightkv.router.service.api_settings import ApiSettings
@@ -21,14 +20,13 @@ from lightkv.router.service.api_settings import ApiSettings
 OPEN_PATHS = frozenset({"/health", "/ready"})  # probes have no API key
 METRICS_PATH = "/metrics"
 MESSAGES_PATH = "/v1/messages"  # of Anthropic's API, with what is below it
+COUNTING_PATHS = frozenset({f"{MESSAGES_PATH}/count_tokens", "/tokenize", "/detokenize"})  # without answers
 _ASKED_FIRST = frozenset({"authorization", "x-api-key", "x-requested-with"})  # headers that no form has
-REQUEST_ID_HEADER = "X-Request-Id"
+REQUEST_ID_HEADER, MESSAGE_ID_HEADER = "X-Request-Id", "request-id"  # the second is Anthropic's
 WARM_UP = "lightkv.warm_up"  # the ASGI extension of requests that the service sends itself, and does not log
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._~:/+=@-]{1,128}")
 RETRY_AFTER = {429: "1", 503: "5"}  # seconds
 
-LIMIT_REACHED = "rate_limit_exceeded"  # OpenAI's code for a limit of the key
-CONTEXT_EXCEEDED = "context_length_exceeded"  # OpenAI's code for a request that is longer than the context
 RequestTaker = Callable[[RequestRecord], None]
 
 
@@ -60,8 +58,8 @@ class RequestObserver:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
                 MutableHeaders(scope=message)[REQUEST_ID_HEADER] = record.id
-                if _is_of_messages(scope):
-                    MutableHeaders(scope=message)["request-id"] = record.id  # Anthropic's name
+                if is_of_messages(path_of(scope)):
+                    MutableHeaders(scope=message)[MESSAGE_ID_HEADER] = record.id
             await send(message)
 
         try:
@@ -107,9 +105,10 @@ class Guard:
         name = None if key is None else self._keys.name(key)
         scope.setdefault("state", {}).update(api_key=key, key_name=name)
         host = headers.get("host", "")
-        is_open = _path(scope) in OPEN_PATHS
+        is_open = path_of(scope) in OPEN_PATHS
         is_known = key is not None or (
-            _path(scope) == METRICS_PATH and any(self._metrics_keys.find(given) is not None for given in sent)
+            path_of(scope) == METRICS_PATH
+            and any(self._metrics_keys.find(given) is not None for given in sent)
         )
         if self._hosts is not None and not is_open and not self._hosts.allows(host):
             await error_response(403, _other_host(host))(scope, receive, send)
@@ -136,11 +135,12 @@ def _keys_in(headers: Headers) -> list[bytes]:
     return [key.strip().encode("latin-1") for key in sent]
 
 
-def _is_of_messages(scope: Scope) -> bool:
-    return f"{_path(scope)}/".startswith(f"{MESSAGES_PATH}/")
+def is_of_messages(path: str) -> bool:
+    """Returns whether a path without the proxy's is one of Anthropic's API."""
+    return f"{path}/".startswith(f"{MESSAGES_PATH}/")
 
 
-def _path(scope: Scope) -> str:
+def path_of(scope: Scope) -> str:
     """Returns a request's path without the one under which a proxy passes it on."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))
@@ -176,62 +176,26 @@ def _other_host(host: str) -> str:
     )
 
 
-class ErrorDetails(TypedDict):
-    """An error. `param`: the request field that caused it, if one did. `code`: the HTTP status,
-    "context_length_exceeded" or "rate_limit_exceeded", whose `param` is the limit."""
-
-    message: str
-    type: str
-    param: str | None
-    code: int | str
-
-
-class ErrorBody(TypedDict):
-    error: ErrorDetails
-
-
-class MessageErrorBody(TypedDict):
-    """An error in Anthropic's form."""
-
-    type: str
-    error: dict[str, str]
-    request_id: str | None
-
-
 class ErrorResponse(Response):
-    """An error, in the form of the API that the request's path belongs to."""
+    """An error of this status and `body`, which take Anthropic's form for a path of its API."""
 
-    def __init__(self, status: int, message: str, body: ErrorBody, headers: Mapping[str, str]) -> None:
+    def __init__(self, status: int, body: ErrorBody, headers: Mapping[str, str]) -> None:
         # json rather than msgspec: a message may quote half a surrogate pair, which json writes as an escape.
         super().__init__(json.dumps(body), status, headers, "application/json")
-        # By these words agents recognise that they have to shorten their conversation.
-        is_over = body["error"]["code"] == CONTEXT_EXCEEDED
-        self._message = f"prompt is too long: {message}" if is_over else message
-        # A full queue, and not a limit of the key.
-        is_overload = status == 503 or (status == 429 and body["error"]["code"] == 429)
-        self._status = OVERLOADED if is_overload else status
+        self._error = body["error"]
+
+    def take_form_of(self, path: str, request_id: str | None = None) -> None:
+        """Gives the error the form of the API that has `path`, before it is sent."""
+        if is_of_messages(path):
+            code, message = self._error["code"], self._error["message"]
+            self.status_code, body = message_error(self.status_code, message, code, request_id)
+            self.body = json.dumps(body).encode()
+            MutableHeaders(raw=self.raw_headers)["content-length"] = str(len(self.body))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if _is_of_messages(scope):
-            record = scope.get("state", {}).get("record")  # a connection too many has none
-            request_id = None if record is None else record.id
-            self.body = json.dumps(message_error(self._status, self._message, request_id)).encode()
-            self.status_code = self._status
-            MutableHeaders(raw=self.raw_headers)["content-length"] = str(len(self.body))
+        record = scope.get("state", {}).get("record")  # a connection too many has none
+        self.take_form_of(path_of(scope), None if record is None else record.id)
         await super().__call__(scope, receive, send)
-
-
-def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> ErrorBody:
-    """Returns OpenAI's error object. Its `type` follows from the HTTP status, and so does a missing `code`."""
-    kinds = {
-        401: "authentication_error",
-        403: "permission_error",
-        404: "not_found_error",
-        429: "rate_limit_error",
-        503: "service_unavailable_error",
-    }
-    kind = kinds.get(status, "invalid_request_error" if status < 500 else "internal_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code or status}}
 
 
 def error_response(
@@ -240,11 +204,11 @@ def error_response(
     param: str | None = None,
     headers: Mapping[str, str] | None = None,
     code: str | None = None,
-) -> Response:
+) -> ErrorResponse:
     """Returns a response with OpenAI's error body, and with Retry-After if trying again may help."""
     headers = dict(headers or {})
     if status in RETRY_AFTER:
         headers.setdefault("Retry-After", RETRY_AFTER[status])
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    return ErrorResponse(status, message, error_body(status, message, param, code), headers)
+    return ErrorResponse(status, error_body(status, message, param, code), headers)

@@ -6,6 +6,7 @@ from typing import Any
 import h11
 from h11._receivebuffer import ReceiveBuffer, blank_line_regex
 
+_FIRST_BYTES = 256  # of a request, among which a target is looked for
 MAX_LINES = 128  # of the headers of a request, and of the trailers behind a body; each takes 4 microseconds
 FREE_CHUNKS, MIN_CHUNK_BYTES = 1000, 64  # after the free ones, the chunks of a body need this average
 
@@ -40,6 +41,7 @@ class HttpConnection(h11.Connection):
         self._is_chunked = False
         self._num_chunks = self._num_bytes = 0  # of the body that is being read
         self._num_left = 0
+        self.target = b""  # of the last request whose first line has begun to arrive
         self.refusal = ""  # why the last request was refused, if that was no mistake of form
 
     def begin_turn(self, num_events: int) -> None:
@@ -61,6 +63,9 @@ class HttpConnection(h11.Connection):
         if self._num_left == 0:
             return h11.NEED_DATA
         self._num_left -= 1
+        if self.their_state is h11.IDLE and self._receive_buffer:
+            first = bytes(self._receive_buffer._data[:_FIRST_BYTES])
+            self.target = first.partition(b" ")[2].partition(b" ")[0]
         try:
             event = super().next_event()
             if type(event) is h11.Request:

@@ -10,6 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from lightkv.router.api.answers.chat_writer import ChatWriter
 from lightkv.router.api.answers.completion_writer import CompletionWriter
+from lightkv.router.api.answers.errors import error_body
 from lightkv.router.api.answers.generation import (
     Answer,
     Generation,
@@ -24,7 +25,6 @@ from lightkv.router.api.answers.message_writer import MessageEvents, MessageWrit
 from lightkv.router.api.answers.pieces import encode, in_pieces
 from lightkv.router.api.answers.response_writer import ResponseEvents, ResponseWriter
 
-from .guard import error_body
 from .paced import Pacer
 
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # no proxy may hold events back

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from lightkv.router.api.answers.errors import OVERLOADED
 from lightkv.router.api.answers.generation import Generation
 from lightkv.router.service.access.key_limits import Reservation
 
@@ -41,6 +42,8 @@ class RequestRecord:
         """Gives back what the request, which has ended, did not use of its key's limits."""
         answers = [] if self.generation is None else self.generation.answers
         num_prompt = 0 if self.generation is None else self.generation.num_prompt_tokens
+        # Others than these are the request's own fault.
+        reservation.counts |= self.status not in (429, 503, OVERLOADED)
         reservation.end(num_prompt, [len(one.completion.token_ids) for one in answers])
 
     def line(self) -> dict[str, Any]:

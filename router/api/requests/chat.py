@@ -196,10 +196,11 @@ class Chats:
         written = writer if wrap is None else wrap(accepted.model, writer)
         return await self._desk.answer(asked, written, body, request)
 
-    async def count(self, body: ChatRequest) -> int:
+    async def count(self, body: ChatRequest, request: Request) -> int:
         """Returns how many tokens the prompt of a chat has."""
         self._desk.model(body.model)
         refuse_unsupported(body.model_extra or {}, body.refused)
+        self._desk.take_request(request)
         prepared = self._dialect.prepared(body.chat(), body.tool_use(), body.structure()[1] is not None)
         prompt_ids, _ = await self._prompts.prompt_of_chat(prepared, self._desk.max_model_len)
         return int(prompt_ids.size)

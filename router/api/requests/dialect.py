@@ -34,7 +34,12 @@ from lightkv.router.text.tool_calls.families import (
     wants_text,
 )
 from lightkv.router.text.tool_calls.forms import Format, either
-from lightkv.router.text.tool_calls.rendered import PROBED_TOOLS, CallTexts, call_texts
+from lightkv.router.text.tool_calls.rendered import (
+    PROBED_TOOLS,
+    CallTexts,
+    call_texts,
+    takes_text_after_results,
+)
 from lightkv.router.text.tool_calls.source import Source, Steps
 
 from .prompts import Chat
@@ -42,6 +47,7 @@ from .tools import Function, ToolUse
 
 _MAX_TAIL = 16  # tokens of the prompt's end that may open the reasoning
 _PLAIN = {"role", "content"}  # of a message without calls or reasoning
+_PROBED = ToolUse([Function(name=name, parameters=one, strict=None) for name, one in PROBED_TOOLS.items()])
 _THINKING = ("enable_thinking", "thinking")  # variables that switch a template's reasoning on and off
 
 
@@ -71,7 +77,11 @@ class ChatDialect:
         is_constrained = is_constrained or _is_required(use)
         variables = self._variables(chat, self._silent(use) if is_constrained else {})
         tools = None if use is None else use.described
-        return replace(chat, messages=self._written(chat.messages), variables=variables, tools=tools)
+        messages = self._written(chat.messages)
+        joined = history.with_texts_in_results(messages)
+        if len(joined) < len(messages) and not self._takes_text_after_results:
+            messages = joined
+        return replace(chat, messages=messages, variables=variables, tools=tools)
 
     def grammar(self, use: ToolUse | None, given: Grammar | None) -> Grammar | None:
         """Returns what the whole answer has to be; None leaves it free. Raises InvalidParams.
@@ -198,21 +208,25 @@ class ChatDialect:
         return {} if self._switch is None else {self._switch: False}
 
     @cached_property
+    def _takes_text_after_results(self) -> bool:
+        return takes_text_after_results(self._render_probed)
+
+    def _render_probed(
+        self, messages: Sequence[dict[str, Any]], begins_answer: bool, variables: Mapping[str, Any] = {}
+    ) -> str:
+        """Renders messages with the tools that templates are probed with. Raises ChatTemplateError."""
+        written = self._written(messages)
+        return self._tokenizer.render_chat(written, begins_answer, variables, _PROBED.described)
+
+    @cached_property
     def _texts(self) -> tuple[dict[str, Any], CallTexts] | None:
         """How the chat template writes calls, and the variables with which it continues its own prompt so."""
         family = FAMILIES["gpt_oss"] if self._has_messages else self._family
         if family is None:
             return None
-        use = ToolUse(
-            [Function(name=name, parameters=one, strict=None) for name, one in PROBED_TOOLS.items()]
-        )
         end_texts = [self._tokenizer.token_text(token_id) for token_id in self._tokenizer.eos_ids]
-
-        def render(messages: Sequence[dict[str, Any]], add_generation_prompt: bool) -> str:
-            written = self._written(messages)
-            return self._tokenizer.render_chat(written, add_generation_prompt, variables, use.described)
-
         for variables in [{}] if self._switch is None else [{self._switch: False}, {}]:
+            render = partial(self._render_probed, variables=variables)
             texts = call_texts(render, end_texts, family)
             if texts is not None and texts.begin.startswith(family.begin):
                 return variables, texts

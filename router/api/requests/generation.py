@@ -338,6 +338,11 @@ class Desk:
             request.state.record.reservation = reserved
         return accepted
 
+    def take_request(self, request: Request) -> None:
+        """Takes a request without an answer of its key's limits. Raises LimitReached."""
+        if (key := request.state.api_key) is not None:
+            self._limiter.take_request(key)
+
     async def answer(
         self,
         asked: Accepted,

@@ -116,8 +116,9 @@ class MessagesInput(RequestBody):
             texts = texts[0 if texts[0] else 1 :]
         if texts:
             messages.append({"role": "system", "content": "\n".join(texts)})
-        for message in self.messages:
-            role, blocks = message.get("role"), _blocks("messages", message.get("content"))
+        # Messages of one role in a row are one turn: there are templates that want the roles to alternate.
+        for role, turn in groupby(self.messages, lambda message: message.get("role")):
+            blocks = [block for one in turn for block in _blocks("messages", one.get("content"))]
             if role == "assistant":
                 messages.append(_assistant(blocks))
             elif role in ("user", "system"):
@@ -155,10 +156,10 @@ class Messages:
         except InvalidParams as error:
             raise renamed(error, _NAMES) from error
 
-    async def count_tokens(self, body: MessagesInput) -> Response:
+    async def count_tokens(self, body: MessagesInput, request: Request) -> Response:
         """POST /v1/messages/count_tokens: return how many tokens the prompt of such a message has."""
         try:
-            return json_response({"input_tokens": await self._chats.count(body.chat())})
+            return json_response({"input_tokens": await self._chats.count(body.chat(), request)})
         except InvalidParams as error:
             raise renamed(error, _NAMES) from error
 

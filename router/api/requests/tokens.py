@@ -2,6 +2,7 @@
 
 from typing import Annotated
 
+from fastapi import Request
 from pydantic import ConfigDict, Field
 from starlette.responses import Response
 
@@ -41,11 +42,12 @@ class Tokens:
         self._prompts = prompts
         self._dialect = dialect
 
-    async def tokenize(self, body: TokenizeRequest) -> Response:
+    async def tokenize(self, body: TokenizeRequest, request: Request) -> Response:
         """POST /tokenize: return the tokens of a prompt or of a chat, which may have at most as many characters
         as the context could hold."""
         self._desk.model(body.model)
         refuse_unsupported(body.model_extra or {}, CHAT)
+        self._desk.take_request(request)
         max_model_len = self._desk.max_model_len
         if body.prompt is not None and body.messages is None:
             ids = await self._prompts.ids_of_text(
@@ -60,8 +62,9 @@ class Tokens:
         found = {"count": len(tokens), "max_model_len": max_model_len, "tokens": tokens}
         return LongResponse(in_pieces(found), self._desk.pacer)
 
-    async def detokenize(self, body: DetokenizeRequest) -> Response:
+    async def detokenize(self, body: DetokenizeRequest, request: Request) -> Response:
         """POST /detokenize: return the text of tokens."""
         self._desk.model(body.model)
+        self._desk.take_request(request)
         found = {"prompt": await self._prompts.text_of(body.tokens)}
         return LongResponse(in_pieces(found), self._desk.pacer)

@@ -52,9 +52,10 @@ class _Bucket:
         return None if count > self.most else max(count - self._left, 0.0) * 60 / self.most
 
     def take(self, count: int, now: float) -> None:
-        """Takes `count`, whether it is there or not; a negative one is given back."""
+        """Takes `count`, whether it is there or not; a negative one is given back. What is owed is at most a
+        minute's, so that no key has to wait for more than two."""
         self._refill(now)
-        self._left = min(self._left - count, self.most)
+        self._left = max(min(self._left - count, self.most), -self.most)
 
     def _refill(self, now: float) -> None:
         self._left = min(self._left + (now - self._at) * self.most / 60, self.most)
@@ -77,7 +78,8 @@ class _Used:
 
 
 class Reservation:
-    """What one request has taken of its key's limits, until `end`."""
+    """What one request has taken of its key's limits, until `end`. `counts`: whether it is one of the minute's
+    requests even without answers, because it was refused for its own fault."""
 
     def __init__(
         self, used: _Used, num_answers: int, answers: int, taken: int, clock: Callable[[], float]
@@ -87,24 +89,29 @@ class Reservation:
         self._num_answers = num_answers
         self._answers = answers  # the tokens that they are expected to have
         self._taken = taken  # of the minute's tokens
+        self.counts = False
 
     def add_prompt(self, num_tokens: int) -> None:
         """Takes the tokens of the prompts, which are known by now. Raises LimitReached."""
         if (tokens := self._used.tokens) is not None:
-            now = self._clock()
+            now, self.counts = (
+                self._clock(),
+                True,
+            )  # if it is refused here, its text was tokenised for nothing
             if num_tokens > tokens.most:
                 raise LimitReached("tpm", tokens.most, num_tokens, None)
             more = min(num_tokens + self._answers, tokens.most) - self._taken
             _require("tpm", tokens, more, now)
             tokens.take(more, now)
             self._taken += more
+            self.counts = False
 
     def end(self, num_prompt: int, lengths: list[int]) -> None:
         """Gives back what the request did not use. `lengths`: the tokens of its answers; none if it was
         refused."""
         used = self._used
         used.num_open -= self._num_answers
-        if used.requests is not None and not lengths:
+        if used.requests is not None and not lengths and not self.counts:
             used.requests.take(-self._num_answers, self._clock())
         if used.tokens is not None:
             used.tokens.take(num_prompt + sum(lengths) - self._taken, self._clock())
@@ -129,11 +136,10 @@ class KeyLimiter:
         """Takes a request of so many answers, and for each the smaller of `max_tokens` and the mean length of
         the key's answers; for the prompt an estimate from the bytes of the body, until `add_prompt`. Returns
         None for a key without limits. Raises LimitReached, and nothing is taken."""
-        limits = self._limits_of(key)
-        if limits is None or limits == KeyLimits():
+        used, now = self._of(key), self._clock()
+        if used is None:
             return None
-        used, now = self._of(key, limits), self._clock()
-        at_once = limits.max_parallel_requests
+        at_once = used.limits.max_parallel_requests
         if at_once is not None and used.num_open + num_answers > at_once:
             seconds = None if num_answers > at_once else 1.0
             raise LimitReached("max_parallel_requests", at_once, num_answers, seconds)
@@ -150,8 +156,32 @@ class KeyLimiter:
         used.num_open += num_answers
         return Reservation(used, num_answers, answers, num_tokens, self._clock)
 
-    def _of(self, key: bytes, limits: KeyLimits) -> _Used:
-        """Returns what a key has used."""
+    def require(self, key: bytes, num_answers: int) -> None:
+        """Raises LimitReached where a key is at a limit, whatever else is asked for, before the body is read.
+        `num_answers`: the fewest; 0 for a request that counts tokens."""
+        used, now = self._of(key), self._clock()
+        if used is None:
+            return
+        at_once = used.limits.max_parallel_requests
+        if at_once is not None and num_answers and used.num_open >= at_once:
+            raise LimitReached("max_parallel_requests", at_once, num_answers, 1.0)
+        if used.tokens is not None:
+            _require("tpm", used.tokens, 1, now)
+        if used.requests is not None:
+            _require("rpm", used.requests, 1, now)
+
+    def take_request(self, key: bytes) -> None:
+        """Takes one of the minute's requests for one that counts tokens and has no answer. Raises LimitReached,
+        also where the minute's tokens are used up, of which it takes none."""
+        self.require(key, 0)
+        if (used := self._of(key)) is not None and used.requests is not None:
+            used.requests.take(1, self._clock())
+
+    def _of(self, key: bytes) -> _Used | None:
+        """Returns what a key has used; None for one without limits."""
+        limits = self._limits_of(key)
+        if limits is None or limits == KeyLimits():
+            return None
         found = self._used.get(key)
         if found is None:
             if len(self._used) >= self._most_kept:

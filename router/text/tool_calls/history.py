@@ -1,5 +1,6 @@
 """Writes earlier calls and their results as a chat template expects them."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from .json_call import as_json, as_object
@@ -27,6 +28,17 @@ def with_calls(message: Message, as_text: bool, id_length: int | None) -> Messag
     elif isinstance(calls, list):
         message["tool_calls"] = [_call(call, as_text, id_length) for call in calls]
     return message
+
+
+def with_texts_in_results(messages: Sequence[Message]) -> list[Message]:
+    """Returns messages of which a user's that follow a tool's result are a part of the result."""
+    groups: list[list[Message]] = []
+    for message in messages:
+        if groups and (groups[-1][0]["role"], message["role"]) == ("tool", "user"):
+            groups[-1].append(message)
+        else:
+            groups.append([message])
+    return [group[0] | {"content": "\n".join([one["content"] for one in group])} for group in groups]
 
 
 def _call(call: Any, as_text: bool, id_length: int | None) -> Any:

@@ -67,6 +67,21 @@ def call_texts(render: Render, end_texts: Sequence[str], family: Family) -> Call
     return None
 
 
+def takes_text_after_results(render: Render) -> bool:
+    """Returns whether a template takes a user's message right after a tool's result, or takes no results: some
+    want the roles to alternate but for calls and results."""
+    called = [*_asked(), *_called(1)]
+    try:
+        render(called, True)
+    except ChatTemplateError:
+        return True
+    try:
+        render([*called, *_asked()], True)
+    except ChatTemplateError:
+        return False
+    return True
+
+
 def _asked() -> list[Message]:
     return [{"role": "user", "content": "?"}]
 
