@@ -70,11 +70,11 @@ def grouped_products(experts: Any, x: Tensor, offsets: Tensor) -> Tensor:
 
 
 def kernel_products(experts: Any, x: Tensor, ids: Tensor) -> Callable[[], Tensor] | None:
-    """Returns lightkv's products of x for the experts `ids`; None where the layer takes others."""
+    """Returns lightkv's products of x for the experts `ids`; None for quantised experts."""
     weights = kernel_weights(experts, gate_of(experts))
     load = Load(ids.numel(), experts.num_experts, x.dtype, experts.is_transposed)
     launch = expert_launch(tuning.device_class(x.device), load)
-    if weights is None or launch is None:
+    if weights is None:
         return None
 
     def run() -> Tensor:

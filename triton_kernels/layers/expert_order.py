@@ -1,13 +1,16 @@
 """Orders the rows of a mixture of experts by their experts, and cuts each expert's rows into tiles.
 
-    ids [T, k] ─► (counts of each chunk of pairs) ─► order: the place of each pair, the tiles
+    few ids [T, k] ─► order: the place of each pair, by comparing it with all others; the tiles
+    many ids ─► counts of each chunk of pairs ─► order
 
-A pair is a token and one of its k experts. This is a counting sort: a pair's place follows from the numbers of
-pairs of each expert, of those in the chunks before its own, and of those before it in its chunk. Pairs of one
-expert stay in the order of the tokens, so results do not vary.
+A pair is a token and one of its k experts. The place of one of few pairs is the number of those with a lower
+expert, or with the same one and an earlier token: programs that place some pairs each wait for nothing but the
+ids. Of many pairs, this is a counting sort: a place follows from the numbers of pairs of each expert, of those
+in the chunks before, and of those before it in its chunk. One program more writes the tiles.
+Pairs of one expert stay in the order of the tokens, so results do not vary.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,13 +21,24 @@ from lightkv.triton_kernels import tuning
 
 from .expert_choice import zeroed_indices
 
-# Up to so many pairs every program counts all of them. Beyond it a launch before counts those of each chunk.
-MAX_COUNTED = 2048
-_CHUNK = tl.constexpr(256)  # pairs that a program places
-_PIECE = tl.constexpr(1024)  # pairs that are counted in a turn
-_COMPARED = tl.constexpr(64)  # pairs that a program's pairs are compared with in a turn
-_NUMBERS = tl.constexpr(8192)  # that a program holds in a turn, of experts by chunks or by tiles
+_COMPARED = tl.constexpr(64)  # of many pairs, those that a program's pairs are compared with in a turn
+_NUMBERS = tl.constexpr(8192)  # that a program holds in a turn, of experts by chunks
+_MOST_CHUNKS = 64  # whose counts each program reads
 TILE_WORDS = tl.constexpr(4)  # of a tile, one of which is unused
+
+
+class OrderLaunch(NamedTuple):
+    """How pairs are ordered: in one launch by comparing each with all others, or by counting them before."""
+
+    is_compared: bool
+    read: int  # pairs that a program reads in a turn: all of them, if they are compared
+    placed: int  # pairs that a program places
+    num_warps: int
+
+
+# The launches by the pairs that they are for at most, and that of more. Chosen by reasoning, to be measured.
+_FEW = {256: OrderLaunch(True, 256, 8, 4), 2048: OrderLaunch(True, 2048, 8, 4)}
+_MANY = OrderLaunch(False, 1024, 256, 8)
 
 
 class ExpertOrder(NamedTuple):
@@ -55,29 +69,111 @@ class ExpertRows(NamedTuple):
 @triton.jit
 def _experts_of(ids, pairs, num_pairs, E: tl.constexpr):
     """Returns the experts of pairs, int32; E where there is none."""
-    return tl.minimum(tl.load(ids + pairs, mask=pairs < num_pairs, other=E), E).to(tl.int32)
+    return tl.minimum(tl.load(ids + pairs, mask=pairs < num_pairs, other=E).to(tl.int32), E)
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@triton.jit
+def _write_places(pairs_at, places, experts_at, place, pairs, own, num_pairs, E: tl.constexpr):
+    within = pairs < num_pairs
+    tl.store(places + pairs, place, mask=within)
+    tl.store(pairs_at + place, pairs, mask=within)
+    tl.store(experts_at + place, tl.minimum(own, E - 1), mask=within)
+
+
+@triton.jit
+def _largest(a, b, other_a, other_b):
+    return tl.maximum(a, other_a), tl.maximum(b, other_b)
+
+
+@triton.jit
+def _write_tiles(
+    offsets, tiles, total, num_tiles, E: tl.constexpr, E_BLOCK: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Writes the ends and the tiles of all experts, which have `total` pairs each."""
+    experts = tl.arange(0, E_BLOCK)
+    if tiles is None:
+        tl.store(offsets + experts, tl.cumsum(total, 0), mask=experts < E)
+    else:
+        num = (total + BLOCK - 1) // BLOCK
+        sums = tl.cumsum((num.to(tl.int64) << 32) + total, 0)  # both at once: a sum has several barriers
+        ends = sums.to(tl.int32)
+        until = (sums >> 32).to(tl.int32)
+        most, last = tl.reduce((num, until), 0, _largest)
+        tl.store(offsets + experts, ends, mask=experts < E)
+        at = tiles + (until - num) * TILE_WORDS
+        begin = ends - total
+        for turn in range(most):
+            has_tile = turn < num
+            tl.store(at, experts, mask=has_tile)
+            tl.store(at + 1, begin, mask=has_tile)
+            tl.store(at + 2, tl.minimum(begin + BLOCK, ends), mask=has_tile)
+            at += TILE_WORDS
+            begin += BLOCK
+        for first in range(last, num_tiles, E_BLOCK):
+            unused = first + experts
+            tl.store(tiles + unused * TILE_WORDS, E, mask=unused < num_tiles)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
+def _compare_kernel(
+    ids,  # [T, k], contiguous
+    pairs_at,  # the tensors of an `ExpertOrder`, written
+    places,
+    experts_at,
+    offsets,
+    tiles,  # None for none
+    num_pairs,  # up to READ
+    num_tiles,
+    E: tl.constexpr,
+    E_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,  # places of a tile
+    READ: tl.constexpr,
+    PLACED: tl.constexpr,  # pairs that a program places
+    EARLY: tl.constexpr,
+):
+    program = tl.program_id(0)
+    tuning.wait_early(EARLY)
+    if program == 0:
+        every = _experts_of(ids, tl.arange(0, READ), num_pairs, E)
+        total = tl.histogram(every, E_BLOCK, mask=every < E)
+        _write_tiles(offsets, tiles, total, num_tiles, E, E_BLOCK, BLOCK)
+    else:
+        others = tl.arange(0, READ)[None, :]
+        pairs = (program - 1) * PLACED + tl.arange(0, PLACED)[:, None]
+        other = _experts_of(ids, others, num_pairs, E)
+        own = _experts_of(ids, pairs, num_pairs, E)
+        # One comparison of numbers that have the order of experts, then pairs. What is no pair is behind all.
+        is_before = other * READ + others < own * READ + pairs
+        place = tl.sum(is_before.to(tl.int32), 1, keep_dims=True)
+        _write_places(pairs_at, places, experts_at, place, pairs, own, num_pairs, E)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "chunk"])
 def _count_kernel(
     ids,  # [T, k], contiguous
     counts,  # int32 [chunks, E_BLOCK], written
     num_pairs,
+    chunk,  # pairs of a chunk, a multiple of READ
     E: tl.constexpr,
     E_BLOCK: tl.constexpr,
+    READ: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    chunk = tl.program_id(0)
-    tuning.wait_early(EARLY)
-    own = _experts_of(ids, chunk * _CHUNK + tl.arange(0, _CHUNK), num_pairs, E)
-    count = tl.histogram(own, E_BLOCK, mask=own < E)
-    tl.store(counts + chunk * E_BLOCK + tl.arange(0, E_BLOCK), count)
+    program = tl.program_id(0)
+    count = tl.zeros([E_BLOCK], tl.int32)
+    if EARLY:  # in this order, so that the next kernel finds the ids without waiting
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    for begin in range(program * chunk, tl.minimum((program + 1) * chunk, num_pairs), READ):
+        other = _experts_of(ids, begin + tl.arange(0, READ), num_pairs, E)
+        count += tl.histogram(other, E_BLOCK, mask=other < E)
+    tl.store(counts + program * E_BLOCK + tl.arange(0, E_BLOCK), count)
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
-def _order_kernel(
+@triton.jit(do_not_specialize=["num_pairs", "num_tiles", "chunk"])
+def _place_kernel(
     ids,  # [T, k], contiguous
-    counts,  # int32 [chunks, E_BLOCK]; None to count here
+    counts,  # int32 [chunks, E_BLOCK]
     pairs_at,  # the tensors of an `ExpertOrder`, written
     places,
     experts_at,
@@ -85,71 +181,60 @@ def _order_kernel(
     tiles,  # None for none
     num_pairs,
     num_tiles,
+    chunk,  # pairs of a chunk, a multiple of READ
     E: tl.constexpr,
     E_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,  # places of a tile
-    TILES: tl.constexpr,  # that a program writes
+    READ: tl.constexpr,
+    PLACED: tl.constexpr,  # pairs that a program places; READ is a multiple
     EARLY: tl.constexpr,
 ):
-    program = tl.program_id(0)
-    first = program * _CHUNK
-    experts = tl.arange(0, E_BLOCK)
+    ROWS: tl.constexpr = _NUMBERS // E_BLOCK
+    first = (tl.program_id(0) - 1) * PLACED  # below 0 in the program of the tiles
+    pairs = first + tl.arange(0, PLACED)
     total = tl.zeros([E_BLOCK], tl.int32)
     before = tl.zeros([E_BLOCK], tl.int32)
-    tuning.wait_early(EARLY)
-    if counts is None:
-        for begin in range(0, num_pairs, _PIECE):
-            others = begin + tl.arange(0, _PIECE)
-            other = _experts_of(ids, others, num_pairs, E)
-            total += tl.histogram(other, E_BLOCK, mask=other < E)
-            before += tl.histogram(other, E_BLOCK, mask=(other < E) & (others < first))
-    else:
-        ROWS: tl.constexpr = _NUMBERS // E_BLOCK
-        num_chunks = tl.cdiv(num_pairs, _CHUNK)
-        for begin in range(0, num_chunks, ROWS):
-            chunks = begin + tl.arange(0, ROWS)
-            at = counts + chunks[:, None] * E_BLOCK + experts[None, :]
-            count = tl.load(at, mask=(chunks < num_chunks)[:, None], other=0)
-            total += tl.sum(count, 0)
-            before += tl.sum(tl.where((chunks < program)[:, None], count, 0), 0)
-    ends = tl.cumsum(total, 0)
-    begins = ends - total
-    if program == 0:
-        tl.store(offsets + experts, ends, mask=experts < E)
-    if first < num_pairs:
-        pairs = first + tl.arange(0, _CHUNK)
+    place = tl.zeros([PLACED], tl.int32)
+    own = tl.full([PLACED], E, tl.int32)
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    if first >= 0:  # before the counts are there
         own = _experts_of(ids, pairs, num_pairs, E)
-        places_of = tl.zeros([_CHUNK], tl.int32)
-        for begin in range(0, _CHUNK, _COMPARED):
+        for begin in range(0, PLACED, _COMPARED):
             others = first + begin + tl.arange(0, _COMPARED)
             other = _experts_of(ids, others, num_pairs, E)
             is_before = (other[:, None] == own[None, :]) & (others[:, None] < pairs[None, :])
-            places_of += tl.sum(is_before.to(tl.int32), 0)
-        behind = tl.sum(total, 0) + first - tl.sum(before, 0)
-        known = tl.minimum(own, E - 1)
-        places_of += tl.where(own < E, tl.gather(begins + before, known, 0), behind)
-        within = pairs < num_pairs
-        tl.store(places + pairs, places_of, mask=within)
-        tl.store(pairs_at + places_of, pairs, mask=within)
-        tl.store(experts_at + places_of, known, mask=within)
-    if tiles is not None:
-        num = (total + BLOCK - 1) // BLOCK
-        until = tl.cumsum(num, 0)
-        tile = program * TILES + tl.arange(0, TILES)
-        expert = tl.sum((until[:, None] <= tile[None, :]).to(tl.int32), 0)
-        known = tl.minimum(expert, E - 1)
-        begin = tl.gather(begins, known, 0) + (tile - tl.gather(until - num, known, 0)) * BLOCK
-        end = tl.minimum(tl.gather(ends, known, 0), begin + BLOCK)
-        within = tile < num_tiles
-        at = tiles + tile * TILE_WORDS
-        tl.store(at, tl.minimum(expert, E), mask=within)
-        tl.store(at + 1, begin, mask=within)
-        tl.store(at + 2, end, mask=within)
+            place += tl.sum(is_before.to(tl.int32), 0)
+        for begin in range(first // chunk * chunk, first, READ):
+            others = begin + tl.arange(0, READ)
+            other = _experts_of(ids, others, num_pairs, E)
+            before += tl.histogram(other, E_BLOCK, mask=(other < E) & (others < first))
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    num_chunks = tl.cdiv(num_pairs, chunk)
+    for begin in range(0, num_chunks, ROWS):
+        chunks = begin + tl.arange(0, ROWS)[:, None]
+        at = counts + chunks * E_BLOCK + tl.arange(0, E_BLOCK)[None, :]
+        count = tl.load(at, mask=chunks < num_chunks, other=0)
+        total += tl.sum(count, 0)
+        before += tl.sum(tl.where((chunks + 1) * chunk <= first, count, 0), 0)
+    if first < 0:
+        _write_tiles(offsets, tiles, total, num_tiles, E, E_BLOCK, BLOCK)
+    else:
+        behind = first + tl.sum(total - before, 0)  # where the next pair of no expert is
+        base = tl.cumsum(total, 0) - total + before
+        place += tl.where(own < E, tl.gather(base, tl.minimum(own, E - 1), 0), behind)
+        _write_places(pairs_at, places, experts_at, place, pairs, own, num_pairs, E)
 
 
 def most_tiles(num_pairs: int, num_experts: int, block: int) -> int:
     """Returns how many tiles of `block` places there are at most."""
     return min(num_pairs, num_pairs // block + num_experts)
+
+
+def order_launch(num_pairs: int) -> OrderLaunch:
+    """Returns how so many pairs are ordered."""
+    return next((launch for most, launch in _FEW.items() if num_pairs <= most), _MANY)
 
 
 def expert_order(ids: Tensor, num_experts: int, block: int | None = None) -> ExpertOrder:
@@ -176,27 +261,18 @@ def expert_order(ids: Tensor, num_experts: int, block: int | None = None) -> Exp
     if not num_pairs:
         order.offsets.zero_()
         return order
-    e_block, early = max(32, triton.next_power_of_2(num_experts)), tuning.early_options(ids.device)
-    num_chunks, counts = triton.cdiv(num_pairs, _CHUNK.value), None
-    if num_pairs > MAX_COUNTED:
-        counts = ids.new_empty((num_chunks, e_block), dtype=torch.int32)
-        _count_kernel[(num_chunks,)](
-            ids, counts, num_pairs, E=num_experts, E_BLOCK=e_block, num_warps=4, **early
-        )
-    tiles = max(2, min(64, _NUMBERS.value // e_block))
-    _order_kernel[(max(num_chunks, triton.cdiv(num_tiles, tiles)),)](
-        ids,
-        counts,
-        *order,
-        num_pairs,
-        num_tiles,
-        E=num_experts,
-        E_BLOCK=e_block,
-        BLOCK=block or 0,
-        TILES=tiles,
-        num_warps=8,
-        **early,
-    )
+    launch, early = order_launch(num_pairs), tuning.early_options(ids.device)
+    sizes: dict[str, Any] = {"E": num_experts, "E_BLOCK": max(32, triton.next_power_of_2(num_experts))}
+    tiled = sizes | {"BLOCK": block or 0, "PLACED": launch.placed, "num_warps": launch.num_warps}
+    grid = (1 + triton.cdiv(num_pairs, launch.placed),)
+    if launch.is_compared:
+        _compare_kernel[grid](ids, *order, num_pairs, num_tiles, READ=launch.read, **tiled, **early)
+        return order
+    chunk = launch.read * triton.cdiv(num_pairs, launch.read * _MOST_CHUNKS)
+    counts = ids.new_empty((triton.cdiv(num_pairs, chunk), sizes["E_BLOCK"]), dtype=torch.int32)
+    read = {"READ": launch.read} | early
+    _count_kernel[(len(counts),)](ids, counts, num_pairs, chunk, **sizes, **read, num_warps=4)
+    _place_kernel[grid](ids, counts, *order, num_pairs, num_tiles, chunk, **tiled, **read)
     return order
 
 

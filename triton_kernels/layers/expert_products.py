@@ -21,11 +21,6 @@ from .clamped_gate import ClampedGate, clamped, clamped_gate_reference
 from .expert_order import TILE_WORDS, ExpertRows, expert_order, most_tiles
 from .gated_activation import activate, gated_activation_reference
 
-# Up to so many pairs an expert, pairs are computed one by one. Chosen by reasoning, to be measured.
-MOST_SINGLE = 0.25
-# Up to so many pairs an expert, on average, these kernels are faster than PyTorch's `grouped_mm`, the copies
-# that it needs and the gate behind it. Chosen by reasoning, to be measured (`bench.kernels.experts`).
-MOST_ROWS = 64
 Gate = ClampedGate | str | None
 
 
@@ -67,32 +62,30 @@ class Load(NamedTuple):
     is_transposed: bool
 
 
-# The launches on a GPU, by the pairs of an expert on average, up to the first number. Chosen by reasoning, to
-# be measured.
+# The launches on a GPU, by the pairs of an expert on average, up to the first number. Those for 16 bits are
+# measured on an H200 with Triton 3.6, for the shapes of Qwen3-30B-A3B and gpt-oss-20b.
 _TILES = {
-    8.0: ExpertLaunch(16, True, ProductLaunch(64, 128, 4, 4), ProductLaunch(64, 128, 4, 4)),
-    24.0: ExpertLaunch(32, True, ProductLaunch(128, 64, 4, 4), ProductLaunch(128, 64, 4, 4)),
-    56.0: ExpertLaunch(64, True, ProductLaunch(128, 64, 4, 4), ProductLaunch(128, 64, 4, 4)),
+    4.0: ExpertLaunch(16, True, ProductLaunch(64, 64, 4, 6), ProductLaunch(64, 128, 4, 3)),
+    8.0: ExpertLaunch(16, True, ProductLaunch(128, 128, 8, 3), ProductLaunch(64, 128, 4, 3)),
+    24.0: ExpertLaunch(32, True, ProductLaunch(128, 64, 4, 3), ProductLaunch(128, 64, 4, 4)),
+    56.0: ExpertLaunch(64, True, ProductLaunch(128, 64, 4, 3), ProductLaunch(128, 64, 4, 4)),
     float("inf"): ExpertLaunch(128, True, ProductLaunch(128, 64, 8, 3), ProductLaunch(128, 64, 8, 3)),
 }
-_VECTORS = ExpertLaunch(1, False, ProductLaunch(4, 2048, 4, 1), ProductLaunch(4, 1024, 4, 1))
-_SINGLE = ExpertLaunch(16, False, ProductLaunch(64, 64, 4, 6), ProductLaunch(32, 128, 4, 6))  # transposed
+# So few pairs are computed one by one.
+_SINGLE = {0.25: ExpertLaunch(1, False, ProductLaunch(4, 1024, 2, 1), ProductLaunch(16, 256, 4, 1))}
+_SINGLE_TRANSPOSED = {
+    0.125: ExpertLaunch(16, False, ProductLaunch(64, 64, 4, 6), ProductLaunch(32, 128, 4, 6)),
+    0.25: ExpertLaunch(16, False, ProductLaunch(64, 128, 4, 3), ProductLaunch(64, 64, 4, 6)),
+}
 _WIDE = ProductLaunch(64, 32, 4, 2)  # float32, on ordinary cores
 _INTERPRETER = ProductLaunch(16, 16, 4, 1)
 
 
-def expert_launch(device: tuning.DeviceClass, load: Load) -> ExpertLaunch | None:
-    """Returns the launch of both products; None where PyTorch's `grouped_mm` is faster.
-
-    Only in bfloat16 on the GPUs that it has kernels for can a CUDA graph capture that."""
+def expert_launch(device: tuning.DeviceClass, load: Load) -> ExpertLaunch:
+    """Returns the launch of both products."""
     rows = load.num_pairs / load.num_experts
-    has_grouped = load.dtype == torch.bfloat16 and device.major in (9, 10)
-    if has_grouped and rows > MOST_ROWS:
-        return None
-    if rows <= MOST_SINGLE:
-        launch = _SINGLE if load.is_transposed else _VECTORS
-    else:
-        launch = next(one for most, one in _TILES.items() if rows <= most)
+    launches = (_SINGLE_TRANSPOSED if load.is_transposed else _SINGLE) | _TILES
+    launch = next(one for most, one in launches.items() if rows <= most)
     if device is tuning.INTERPRETER:
         small = _INTERPRETER
         return launch._replace(block_t=min(16, launch.block_t), up=small, down=small)

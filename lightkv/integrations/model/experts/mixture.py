@@ -5,8 +5,8 @@
     x      ─► gate and up ─► gate   up_product
            ─► down ─► sum           down_product, weighted_sum
 
-Long prompts, quantised experts and models on a CPU copy their rows by expert (`rows_by_expert`) for PyTorch's
-`grouped_mm`, or for the quantised weights' own product, with gated_activation or clamped_gate behind it.
+Quantised experts copy their rows by expert (`rows_by_expert`) for the weights' own product, and models on a CPU
+for PyTorch's `grouped_mm`, with gated_activation or clamped_gate behind it.
 
 transformers' experts look their function up by name (`ExpertsInterface`), as attention does, so ours is
 registered there. It has their arguments and their attributes: no class is known here.
@@ -76,11 +76,11 @@ def _forward(module: Any, gate: Gate, x: Tensor, ids: Tensor, weights: Tensor) -
     if by_kernels is not None:
         up, down = by_kernels
         load = Load(ids.numel(), module.num_experts, up.weight.dtype, up.weight.stride(-1) != 1)
-        if launch := expert_launch(tuning.device_class(x.device), load):
-            rows = order_rows(ids, module.num_experts, launch)
-            inner = up_product(x.to(up.weight.dtype), up, rows, launch)
-            inner = _own_gate(module, inner) if gate is None else inner
-            return weighted_sum(down_product(inner, down, rows, launch), rows, weights, None).to(x.dtype)
+        launch = expert_launch(tuning.device_class(x.device), load)
+        rows = order_rows(ids, module.num_experts, launch)
+        inner = up_product(x.to(up.weight.dtype), up, rows, launch)
+        inner = _own_gate(module, inner) if gate is None else inner
+        return weighted_sum(down_product(inner, down, rows, launch), rows, weights, None).to(x.dtype)
     return _by_copies(module, gate, x, ids, weights).to(x.dtype)
 
 
