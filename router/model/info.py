@@ -24,7 +24,6 @@ from lightkv.integrations.model.linears import size_of
 from lightkv.integrations.model.mixers.mixer import mixers_of
 from lightkv.integrations.model.probe import ModelShape, NeedsNumbers, find_shape, probe
 from lightkv.integrations.ranks.group import RankGroup
-from lightkv.integrations.ranks.sharded import divide_shapes
 from lightkv.memory.kv_spec import KVSpec
 from lightkv.router.config import EngineConfig
 from lightkv.router.model.loading.text_half import left_out_of
@@ -75,12 +74,10 @@ def model_info(config: EngineConfig, directory: Path) -> dict[str, Any]:
         dtype = torch.float32  # on the meta device, "auto" is a GPU's type
     scales = kv_scales(config, directory, load_supported_config(directory))
     meta = torch.device("meta")
-    model = load_model(directory, meta, dtype, lambda line: None, dequantise=config.dequantise)
     with (
         RankGroup.of_shapes(config.tensor_parallel) if config.tensor_parallel > 1 else nullcontext() as ranks
     ):
-        if ranks is not None:
-            divide_shapes(model, ranks)
+        model = load_model(directory, meta, dtype, lambda line: None, ranks, config.dequantise)
         num_parameters, num_bytes = size_of(cast(torch.nn.Module, model))
         shape = _shape(model)  # may change the type of the parameters
     sizes = EngineSizes(config, device, model.config.get_text_config())

@@ -25,8 +25,9 @@ from transformers import (
 
 from lightkv.errors import LightKVError, UnsupportedModel, require_packages
 from lightkv.integrations.ranks.group import RankGroup
-from lightkv.integrations.ranks.sharded import load_rank_part
+from lightkv.integrations.ranks.sharded import divide_shapes, load_rank_part
 from lightkv.integrations.weights.config import without_quantization
+from lightkv.integrations.weights.quantised import CannotDivide
 from lightkv.memory.kv_pool import free_bytes
 from lightkv.router.model.loading.quantised_layers import quantised_layers
 from lightkv.router.model.loading.text_half import TextHalf, is_wrapper, note_left_out, text_half
@@ -74,7 +75,8 @@ def load_model(
         dtype: of the parameters. "auto" is float32 on the CPU; on a GPU it is the checkpoint's own 16-bit type,
             and bfloat16 for any other type.
         report: is called with each line of progress.
-        ranks: the group of this process, which then reads its own part of the weights; None reads all.
+        ranks: the group of this process, which then reads its own part of the weights; None reads all. On the
+            meta device, `RankGroup.of_shapes`.
         dequantise: whether quantised weights become plain ones of `dtype`.
 
     Raises:
@@ -89,17 +91,20 @@ def load_model(
     for name in weight_files(directory):
         tensors |= stored_tensors(directory / name)
     stored = _StoredBytes.of(tensors, half)
-    with refusing(directory, "cannot be loaded"), quiet_transformers():
-        layers = quantised_layers(directory, config, tensors, half)
-    config = without_quantization(config)
     if dtype == "auto":
         dtype = _auto_dtype(device, getattr(config, "dtype", None), set(stored.read))
+    with refusing(directory, "cannot be loaded"), quiet_transformers():
+        layers = quantised_layers(directory, config, tensors, half, dtype)
+    config = without_quantization(config)
     if layers is not None and layers.needs_library and device.type == "cuda" and not dequantise:
         what = f"a model with weights in {layers.format.name} (unless it runs with --dequantise)"
         require_packages(what, "quantised", "humming")
+    if layers is not None and not dequantise:
+        layers.require_whole()
     num_bytes = _loaded_bytes(stored.read, dtype.itemsize)
     if layers is not None and dequantise:
-        num_bytes += layers.num_bytes(dtype.itemsize)  # those that are read stay a moment beside them
+        packed = sum(tensors[name].num_bytes for name in layers.names if name in tensors)
+        num_bytes += layers.num_bytes(dtype.itemsize) - packed
     num_bytes //= 1 if ranks is None else ranks.size
     left_out = {name: _loaded_bytes(one, dtype.itemsize) for name, one in stored.left_out.items()}
     free, total = _memory(device)
@@ -129,16 +134,18 @@ def load_model(
             if layers is not None:
                 own = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)] if half is None else model_class
                 model_class = layers.model_class(own)
-            if ranks is None:
+            if ranks is None or device.type == "meta":
                 load = model_class.from_pretrained
                 model, info = load(readable, config=config, device_map={"": device}, **settings)
+                if ranks is not None:
+                    divide_shapes(model, ranks)
             else:
                 model, info = load_rank_part(readable, ranks, config, model_class, **settings)
             if layers is not None:
                 layers.read(model, device, dtype, dequantise)
     except torch.OutOfMemoryError as error:
         raise ModelTooLarge(directory, num_bytes, free, total) from error
-    except UnsupportedModel:
+    except (UnsupportedModel, CannotDivide):
         raise
     except ImportError as error:  # of weights in fewer bits
         remedy = "give the model with weights in 16 bits (with that package, lightkv was not tried)"

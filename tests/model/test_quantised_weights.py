@@ -3,6 +3,7 @@ lightkv/integrations/weights/). The checkpoints are written by the published lay
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 128, "num_hid
 OF_FAMILY: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True},
     "qwen3": {},
+    "glm4_moe": {"moe_intermediate_size": 128, "first_k_dense_replace": 1},
     "qwen3_moe": {"moe_intermediate_size": 128, "mlp_only_layers": [0]},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "olmo_hybrid": {
@@ -48,7 +50,7 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     },
 }
 CASES = [("llama", form) for form in FORMATS]
-CASES += [(family, "fp8") for family in OF_FAMILY if family != "llama"]
+CASES += [(family, "fp8") for family in OF_FAMILY if family not in ("llama", "glm4_moe")]
 CASES += [("olmo_hybrid", "awq"), ("qwen3_moe", "w4a16")]
 LEFT_OUT = ("lm_head", "gate", "a_proj", "b_proj")  # as small layers are in published checkpoints
 
@@ -198,10 +200,34 @@ def test_experts_in_mxfp4_answer_as_the_dense_model(tmp_path: Path) -> None:
         loaded(tmp_path)
 
 
-def test_experts_of_parts_of_blocks_are_refused(tmp_path: Path) -> None:
-    saved(tmp_path, "fp8", "qwen3_moe", moe_intermediate_size=64)
-    with pytest.raises(UnreadableWeights, match="no whole blocks"):
-        loaded(tmp_path)
+def test_experts_of_parts_of_blocks_run_dense_alone(tmp_path: Path) -> None:
+    dense = saved(tmp_path, "fp8", "qwen3_moe", moe_intermediate_size=64)
+    with pytest.raises(CannotDivide, match=r"experts of 64 outputs with a scale for each 128.*--dequantise"):
+        load_model(tmp_path, META, torch.float32, lambda line: None)
+    model = loaded(tmp_path, dequantise=True)
+    assert answers(model, prompts(), prefill_chunk=16) == own_answers(dense, prompts())
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
+def test_info_counts_what_a_rank_holds_of_experts(tmp_path: Path, family: str) -> None:
+    if family == "gpt_oss":
+        save_mxfp4(random_weights(tiny("gpt_oss", fields={"intermediate_size": 64})), tmp_path)
+    else:
+        saved(tmp_path, "fp8", family, moe_intermediate_size=256)
+    config = EngineConfig(str(tmp_path), device="cpu", dtype="float32", max_total_tokens=40)
+    whole = model_info(config, tmp_path)
+    half = model_info(replace(config, tensor_parallel=2), tmp_path)
+    for name in ("num_parameters", "weight_bytes"):
+        assert 0.5 * whole[name] <= half[name] < 0.7 * whole[name]
+
+
+def test_layers_that_transformers_does_not_build_are_left_out(tmp_path: Path) -> None:
+    """As layers that predict several tokens, of which released checkpoints have one."""
+    dense = saved(tmp_path, "fp8", "glm4_moe")
+    layer = f"model.layers.{46}.mlp.down_proj"
+    more = {"weight": torch.ones(128, 128).to(torch.float8_e4m3fn), "weight_scale_inv": torch.ones(1, 1)}
+    rewrite(tmp_path, lambda tensors: tensors.update({f"{layer}.{name}": one for name, one in more.items()}))
+    assert answers(loaded(tmp_path), prompts(), prefill_chunk=16) == own_answers(dense, prompts())
 
 
 # Refused before a weight is read
@@ -230,6 +256,10 @@ Q = "model.layers.1.self_attn.q_proj"
             rf"{Q}.weight is F32 \[512, 128\], and has to be F8_E4M3 \[512, 128\]",
         ),
         (lambda one: one.update({f"{Q}.bias": torch.ones(512)}), f"has a {Q}.bias, unlike the model"),
+        (
+            lambda one: one.update({f"{Q}.pre_quant_scale": torch.ones(128)}),
+            f"has pre_quant_scale for {Q}, which",
+        ),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(
@@ -242,6 +272,20 @@ def test_tensors_that_do_not_fit_are_refused(
             load_model(tmp_path, device, torch.float32, lambda line: None)
 
 
+def test_parts_of_a_layer_alone_are_refused(tmp_path: Path) -> None:
+    saved(tmp_path, "awq", attention_bias=False)
+    rewrite(tmp_path, lambda tensors: tensors.pop(f"{Q}.qweight"))
+    with pytest.raises(UnreadableWeights, match=f"has no qweight for {Q}.qzeros, {Q}.scales"):
+        load_model(tmp_path, META, torch.float32, lambda line: None)
+
+
+def test_groups_in_another_order_are_refused(tmp_path: Path) -> None:
+    saved(tmp_path, "gptq", attention_bias=False)
+    rewrite(tmp_path, lambda tensors: tensors.update({f"{Q}.g_idx": tensors[f"{Q}.g_idx"].flip(0)}))
+    with pytest.raises(UnreadableWeights, match="groups of inputs in another order"):
+        load_model(tmp_path, META, torch.float32, lambda line: None)
+
+
 NAMES_KNOWN = ".*lightkv reads fp8"
 
 
@@ -250,7 +294,12 @@ NAMES_KNOWN = ".*lightkv reads fp8"
     [
         ({"quant_method": "hqq"}, UnsupportedModel, f"quantised as 'hqq'{NAMES_KNOWN}"),
         ({"weight_block_size": [64, 64]}, UnsupportedModel, r"in blocks of \[64, 64\].* 128 x 128"),
-        ({"weight_block_size": None}, UnsupportedModel, "no weight_block_size, which has"),
+        (
+            {"weight_block_size": None},
+            UnreadableWeights,
+            r"weight_scale_inv is F32 \[.*has to be .* \[\] or \[1\]",
+        ),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED"}, UnsupportedModel, "by modelopt as 'MIXED'"),
         ({"fmt": "e5m2"}, UnsupportedModel, "kind e5m2"),
         (
             {"quant_method": "compressed-tensors", "config_groups": {"a": {}}},

@@ -16,8 +16,8 @@ from .quantised import Format
 
 _KNOWN = (
     "lightkv reads fp8 with scales of 128 x 128 blocks (quant_method fp8), AWQ, GPTQ without act order, "
-    "gpt-oss's mxfp4, modelopt's NVFP4, and compressed-tensors' float-quantized with 8 bits, pack-quantized "
-    "with 4, and nvfp4-pack-quantized"
+    "gpt-oss's mxfp4, modelopt's FP8 and NVFP4, and compressed-tensors' float-quantized with 8 bits, "
+    "pack-quantized with 4, and nvfp4-pack-quantized"
 )
 _GROUPED = f"lightkv reads 4 bits in groups of {GROUPS} inputs in their order"
 
@@ -60,8 +60,8 @@ def weight_format(config: PreTrainedConfig) -> Format | None:
             return Mxfp4Format()
         if method in ("awq", "gptq"):
             return _awq_or_gptq(fields)
-        if method == "modelopt" and fields.get("quant_algo") == "NVFP4":
-            return Nvfp4Format("weight", "weight_scale_2", divides=False)
+        if method == "modelopt":
+            return _modelopt(fields)
         if _is_compressed(fields):
             return _compressed_tensors(fields)
     except (KeyError, TypeError, AttributeError) as error:
@@ -71,7 +71,8 @@ def weight_format(config: PreTrainedConfig) -> Format | None:
 
 def _is_compressed(fields: Mapping[str, Any]) -> bool:
     """Returns whether compressed-tensors wrote the fields; some of its files of K/V alone name no method."""
-    return fields.get("quant_method") == "compressed-tensors" or "kv_cache_scheme" in fields
+    method = fields.get("quant_method")
+    return method == "compressed-tensors" or (method is None and "kv_cache_scheme" in fields)
 
 
 def _fp8(fields: Mapping[str, Any]) -> Format:
@@ -81,9 +82,8 @@ def _fp8(fields: Mapping[str, Any]) -> Format:
             f"its weights are fp8 of kind {fields.get('fmt')} in blocks of {block}, and have to be e4m3 in "
             "128 x 128"
         )
-    if block is None:
-        raise UnknownQuantisation("its fp8 weights name no weight_block_size, which has to be [128, 128]")
-    return Fp8Format(".weight_scale_inv", (128, 128), rounds_input=scheme == "dynamic")
+    blocks = (0, 0) if block is None else (128, 128)
+    return Fp8Format(".weight_scale_inv", blocks, rounds_input=scheme == "dynamic")
 
 
 def _awq_or_gptq(fields: Mapping[str, Any]) -> Format:
@@ -104,8 +104,19 @@ def _awq_or_gptq(fields: Mapping[str, Any]) -> Format:
     return GptqFormat(group, added=1 if version == "gptq" else 0)
 
 
+def _modelopt(fields: Mapping[str, Any]) -> Format:
+    algorithm = fields.get("quant_algo")
+    if algorithm == "NVFP4":
+        return Nvfp4Format("weight", "weight_scale_2", divides=False)
+    if algorithm == "FP8":
+        return Fp8Format(".weight_scale", (0, 0), rounds_input=False)
+    raise UnknownQuantisation(f"its weights are quantised by modelopt as {algorithm!r}; {_KNOWN}")
+
+
 def _compressed_tensors(fields: Mapping[str, Any]) -> Format:
-    groups = list(fields["config_groups"].values())
+    if fields.get("transform_config"):
+        raise UnknownQuantisation(f"its layers transform their inputs (transform_config); {_KNOWN}")
+    groups = [group for group in fields["config_groups"].values() if group.get("weights", group) is not None]
     formats = {_group_format(fields, group) for group in groups}
     if len(formats) != 1:
         raise UnknownQuantisation(f"its weights are in {len(formats)} formats at once; {_KNOWN}")

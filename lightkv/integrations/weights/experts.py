@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Protocol, Self, runtime_checkable
 
-import torch
 from torch import Size, Tensor
 from torch.nn import functional
 
@@ -51,14 +50,9 @@ class QuantisedExperts:
 
     def dense(self) -> Tensor:
         """Returns the weights in the shape that is told."""
-        num, num_columns = self.shape[0], self.shape[1 if self._is_transposed else 2]
+        found = self._of.dense()
         if isinstance(self._of, QuantisedWeight):
-            found = self._of.dense().view(num, -1, num_columns)
-        else:
-            ones = torch.eye(num_columns, dtype=self._dtype, device=self._of.device)
-            experts = torch.arange(num, device=self._of.device)
-            ends = [(experts >= expert).int() * num_columns for expert in range(num)]
-            found = torch.stack([self._of.matmul(ones, None, end).t() for end in ends])
+            found = found.view(self.shape[0], -1, found.shape[1])
         return found.transpose(1, 2) if self._is_transposed else found
 
     def matmul(self, x: Tensor, offsets: Tensor) -> Tensor:

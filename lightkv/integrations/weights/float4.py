@@ -22,7 +22,7 @@ _ROWS = 4096  # that are made dense at once
 
 class Float4Weight(QuantisedWeight):
     """A weight whose `data` has inputs 2 i and 2 i + 1 in byte i of a row, the first one in the lower half, and
-    whose scales are float8_e8m0fnu or float32. No kernel of ours reads it."""
+    whose scales are float8_e8m0fnu or of the dtype. No kernel of ours reads it."""
 
     by_library = True
     has_kernels = False
@@ -42,7 +42,7 @@ class Float4Weight(QuantisedWeight):
 
     def library_tensors(self) -> LibraryTensors:
         data, scales, _, block = self.tensors
-        scales = scales.to(self.dtype) if scales.dtype == torch.float32 else scales
+        scales = scales if scales.dtype == torch.float8_e8m0fnu else scales.to(self.dtype)
         return LibraryTensors("float4e2m1", data.view(torch.int32), scales, block)
 
 
@@ -97,6 +97,7 @@ class Nvfp4Format:
     def weight(self, stored: dict[str, Tensor], bias: Tensor | None, dtype: torch.dtype) -> Float4Weight:
         scales, factor = stored["weight_scale"].float(), stored[self.factor]
         scales = scales / factor if self.divides else scales * factor
+        scales = scales.to(dtype)
         return Float4Weight(
             QuantisedTensors(stored[self.numbers], scales, None, (1, _NVFP4_GROUP)), bias, dtype
         )

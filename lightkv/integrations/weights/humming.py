@@ -68,6 +68,7 @@ class HummingProduct:
         self.device = weight.numbers.device
         bits = 8 if weight.kind.startswith("float8") else 4
         num_columns = weight.numbers.shape[1] * 32 // bits
+        self._num_experts, self._num_columns, self._dtype = num_experts, num_columns, dtype
         self._num_rows = len(weight.numbers) // max(1, num_experts)
         tensors = {"weight": weight.numbers, "weight_scale": weight.scales}
         if weight.zeros is not None:
@@ -106,6 +107,25 @@ class HummingProduct:
     def nbytes(self) -> int:
         """The bytes that the weight takes."""
         return sum(one.nbytes for one in self._tensors.values())
+
+    def dense(self) -> Tensor:
+        """Returns the weight without its bias, `[N, K]` or `[E, N, K]` of its dtype: what it makes of ones."""
+        ones = torch.eye(self._num_columns, dtype=self._dtype, device=self.device)
+        held = self._tensors
+        if "bias" in held:
+            self._tensors = held | {"bias": torch.zeros_like(held["bias"])}
+        try:
+            if not self._num_experts:
+                return self.matmul(ones).t().contiguous()
+            sizes = self._num_experts, self._num_rows, self._num_columns
+            found = torch.empty(sizes, dtype=self._dtype, device=self.device)
+            experts = torch.arange(self._num_experts, device=self.device)
+            for expert in range(self._num_experts):
+                ends = (experts >= expert).int() * self._num_columns
+                found[expert] = self.matmul(ones, None, ends).t()
+            return found
+        finally:
+            self._tensors = held
 
     def matmul(self, x: Tensor, out: Tensor | None = None, offsets: Tensor | None = None) -> Tensor:
         """Returns x · weight^T + bias of x `[..., K]`: `[..., N]`, in `out` if that is given. `offsets`: int32

@@ -129,7 +129,7 @@ class AwqFormat:
 @dataclass(frozen=True)
 class GptqFormat:
     """GPTQ's, whose groups are of inputs in their order. `added`: what is added to stored zeros, of which the
-    first version of the format stores one less."""
+    first version of the format stores one less, and 15 for 0."""
 
     group: int
     added: int
@@ -151,5 +151,5 @@ class GptqFormat:
         }
 
     def weight(self, stored: dict[str, Tensor], bias: Tensor | None, dtype: torch.dtype) -> Int4Weight:
-        numbers, zeros = _words(stored["qweight"], 0).t(), _words(stored["qzeros"], 1).t() + self.added
+        numbers, zeros = _words(stored["qweight"], 0).t(), (_words(stored["qzeros"], 1).t() + self.added) & 15
         return _weight(numbers, stored["scales"].t(), zeros, bias, dtype)

@@ -100,7 +100,7 @@ class QuantisedWeight(ABC):
             if begin % block or (count % block and begin + count != size):
                 raise CannotDivide(
                     f"{count} of {size} {('outputs', 'inputs')[dim]} of a weight that has a scale for each "
-                    f"{block} cannot be held by themselves; choose another number of ranks, or --dequantise"
+                    f"{block} cannot be held by themselves; choose another number of ranks"
                 )
 
         def cut(whole: Tensor, unit: int) -> Tensor:
@@ -133,11 +133,7 @@ class QuantisedWeight(ABC):
 
     def dense(self) -> Tensor:
         """Returns the weight, `[N, K]` of its dtype: the reference of every product."""
-        if self._product is not None:
-            ones = torch.eye(self.shape[1], dtype=self.dtype, device=self.tensors.data.device)
-            weight = self._product.matmul(ones)
-            return (weight if self.bias is None else weight - self.bias).t().contiguous()
-        return self.made_dense()
+        return self.made_dense() if self._product is None else self._product.dense()
 
     def made_dense(self) -> Tensor:
         """Returns the weight that `tensors` stand for."""

@@ -5,6 +5,7 @@ once all else is loaded, and divided among ranks. Layers that the checkpoint lea
 """
 
 import copy
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,23 +87,35 @@ class QuantisedLayers:
                         setattr(parent, name, _dense(part))
         for module in cast(nn.Module, model).modules():
             for name, one in list(vars(module).items()):
-                if isinstance(one, StoredExperts):
+                if isinstance(one, StoredExperts) and dense:
                     delattr(module, name)
-                    read = one.read(files, dtype)
-                    setattr(module, name, nn.Parameter(read.dense(), requires_grad=False) if dense else read)
+                    setattr(module, name, nn.Parameter(one.read_dense(files, dtype), requires_grad=False))
+                elif isinstance(one, StoredExperts):
+                    setattr(module, name, one.read(files, dtype))
         run_quantised_experts(model)
 
     def num_bytes(self, itemsize: int) -> int:
-        """Returns the bytes of the weights as plain ones of `itemsize` bytes."""
-        parts = [*self.weights.values(), *(part for one in self.experts.values() for part in one.parts)]
-        return sum(weight.shape.numel() for weight in parts) * itemsize
+        """Returns the bytes of the weights as plain ones of `itemsize` bytes, and those of the largest one,
+        which is in memory twice while it is made."""
+        shapes = [one.shape for one in self.weights.values()] + [one.shape for one in self.experts.values()]
+        sizes = [shape.numel() for shape in shapes]
+        return (sum(sizes) + max(sizes)) * itemsize
+
+    def require_whole(self) -> None:
+        """Raises CannotDivide for experts that would not be held in one piece."""
+        for name, experts in self.experts.items():
+            experts.require_whole(name)
 
 
 def quantised_layers(
-    directory: Path, config: PreTrainedConfig, stored: Mapping[str, StoredTensor], half: TextHalf | None
+    directory: Path,
+    config: PreTrainedConfig,
+    stored: Mapping[str, StoredTensor],
+    half: TextHalf | None,
+    dtype: torch.dtype,
 ) -> QuantisedLayers | None:
-    """Returns the quantised layers of the checkpoint in `directory`, whose tensors are `stored`; None if it has
-    none.
+    """Returns the quantised layers of the checkpoint in `directory`, whose tensors are `stored`, for products
+    in `dtype`; None if it has none.
 
     Raises:
         UnsupportedModel: the format is unknown, or a layer of the model has none that is read here.
@@ -121,8 +134,17 @@ def quantised_layers(
         auto: Any = AutoModelForCausalLM if half is None else half.model_class
         model = auto.from_config(config, dtype=torch.bfloat16)
     left_out = {} if half is None else half.places(stored)
+    # Layers of a released model that transformers does not build, as those that predict several tokens.
+    ignored = [re.compile(one) for one in model._keys_to_ignore_on_load_unexpected or ()]
     known = StoredLayers(
-        directory, {name: one for name, one in stored.items() if name not in left_out}, format
+        directory,
+        {
+            name: one
+            for name, one in stored.items()
+            if name not in left_out and not any(one.search(name) for one in ignored)
+        },
+        format,
+        dtype,
     )
     stems = sorted(name.removesuffix(format.marker) for name in known.tensors if name.endswith(format.marker))
     if not stems:
@@ -134,7 +156,11 @@ def quantised_layers(
     try:
         if isinstance(format, Mxfp4Format):
             places = stored_names(model, stems)
-            names = {stem + end for stem in stems for end in ("_blocks", "_scales")}
+            ends = "_blocks", "_scales"
+            names = {name for name in known.tensors if name.endswith(ends)}
+            alone = [one for one in names if one.endswith(ends[1]) and one.removesuffix(ends[1]) not in stems]
+            if alone:
+                raise UnreadableWeights(directory, f"has no {ends[0][1:]} for {list_some(sorted(alone))}")
             experts = experts_in_one(known, modules, {places[stem]: stem for stem in stems})
             return QuantisedLayers(format, {}, experts, frozenset(names))
         return _of_layers(known, model, modules, stems)
@@ -150,6 +176,9 @@ def _of_layers(
     places = stored_names(model, [f"{stem}.weight" for stem in stems])
     owns = {stem: places[f"{stem}.weight"].removesuffix(".weight") for stem in stems}
     names = {name for name in tensors if name.rpartition(".")[0] in owns}
+    own_ends = set(format.wanted(128, 128)) - {"weight"}
+    if alone := sorted(one for one in tensors if one.rpartition(".")[2] in own_ends and one not in names):
+        raise UnreadableWeights(directory, f"has no {format.marker[1:]} for {list_some(alone)}")
     of_experts = {stem: own for stem, own in owns.items() if is_layer_of_expert(stem) and own != stem}
     weights = {}
     for stem, own in owns.items():
@@ -161,10 +190,12 @@ def _of_layers(
             raise UnsupportedModel(_architecture(model.config), what)
         found = known.of_layer(stem, module.out_features, module.in_features)
         bias = tensors.get(f"{stem}.bias")
+        if bias is not None:
+            known.checked(f"{stem}.", {"bias": (("BF16", "F16", "F32"), ((module.out_features,),))})
         if (bias is None) == (module.bias is not None):
             reason = f"has {'no' if bias is None else 'a'} {stem}.bias, unlike the model of config.json"
             raise UnreadableWeights(directory, reason)
-        weights[own] = StoredWeight.of(format, found, bias)
+        weights[own] = known.weight(found, bias)
     experts = experts_of_layers(known, modules, [(own, stem) for stem, own in of_experts.items()])
     if strange := sorted(
         name for name, one in tensors.items() if one.dtype in _FEW_BITS and name not in names

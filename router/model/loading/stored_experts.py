@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from lightkv.errors import LightKVError
 from lightkv.integrations.weights.experts import QuantisedExperts
 from lightkv.integrations.weights.float4 import Mxfp4Format
 from lightkv.integrations.weights.quantised import CannotDivide, QuantisedWeight
@@ -26,7 +25,7 @@ class StrangeExperts(ValueError):
     """The files have other experts than the model; the message says which."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StoredExperts:
     """The quantised weights of `num` experts in the files: those of an expert follow each other in `parts`, or
     one part has all of them. `is_transposed`: see `QuantisedExperts`."""
@@ -34,6 +33,14 @@ class StoredExperts:
     parts: Sequence[StoredWeight]
     num: int
     is_transposed: bool
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the parameter in the model."""
+        num_rows = sum(part.shape[0] for part in self.parts) // self.num
+        num_columns = self.parts[0].shape[1]
+        rest = (num_columns, num_rows) if self.is_transposed else (num_rows, num_columns)
+        return torch.Size((self.num, *rest))
 
     @property
     def layer_shape(self) -> tuple[int, int]:
@@ -60,11 +67,23 @@ class StoredExperts:
     def read(self, files: OpenFiles, dtype: torch.dtype) -> QuantisedExperts:
         """Reads the weights, to be multiplied in `dtype`."""
         joined = QuantisedWeight.join([part.read(files, dtype) for part in self.parts])
-        if joined is None:
-            raise LightKVError(
-                "experts whose outputs are no whole blocks of scales are not held in one piece"
-            )
+        assert joined is not None  # by `require_whole`
         return QuantisedExperts(joined, self.num, self.is_transposed)
+
+    def read_dense(self, files: OpenFiles, dtype: torch.dtype) -> Tensor:
+        """Reads the weights, and returns what they stand for, in the shape of the parameter."""
+        rows = torch.cat([part.read(files, dtype).dense() for part in self.parts])
+        found = rows.view(self.num, -1, rows.shape[1])
+        return found.transpose(1, 2) if self.is_transposed else found
+
+    def require_whole(self, name: str) -> None:
+        """Raises CannotDivide if the layers of `name` cannot be joined to one weight."""
+        num_rows, block = self.layer_shape[0], self.parts[0].found.tensors.block[0]
+        if len(self.parts) > 1 and block and num_rows % block:
+            raise CannotDivide(
+                f"{name} has experts of {num_rows} outputs with a scale for each {block}, which are not held "
+                "in one piece; give --dequantise"
+            )
 
 
 def is_layer_of_expert(stem: str) -> bool:
@@ -95,8 +114,7 @@ def experts_of_layers(
                 f"{name} of shape {list(shape)} is not made of the {len(layers)} experts' layers in the files"
             )
         tensors = [stored.of_layer(stem, shape[1] // each, shape[2]) for *_, stem in sorted(layers)]
-        weights = [StoredWeight.of(stored.format, one, None) for one in tensors]
-        found[name] = StoredExperts(weights, shape[0], False)
+        found[name] = StoredExperts([stored.weight(one, None) for one in tensors], shape[0], False)
     return found
 
 
@@ -117,7 +135,7 @@ def experts_in_one(
             wanted = stored.format.of_experts(num, n, k)
         except ValueError as error:
             raise UnreadableWeights(stored.directory, f"{stem}: {error}") from error
-        weight = StoredWeight.of(stored.format, stored.checked(stem, wanted), None)
+        weight = stored.weight(stored.checked(stem, wanted), None)
         found[name] = StoredExperts([weight], num, is_transposed)
     return found
 

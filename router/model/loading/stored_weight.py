@@ -1,7 +1,7 @@
 """Reads quantised weights from the files of a checkpoint."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,12 @@ _TYPES = {
     "I64": torch.int64,
     "U8": torch.uint8,
 }
+
+
+# Tensors beside those of a layer that change nothing in its product: inputs are rounded here, if at all.
+_KNOWN = {"bias", "input_scale", "input_global_scale", "input_zero_point", "weight_shape", "g_idx"}
+_KNOWN |= {f"{one}_scale" for one in ("k", "v", "q", "output")}
+_OTHER_FORMAT = "give a checkpoint without them"
 
 
 class OpenFiles:
@@ -49,15 +55,6 @@ class StoredWeight:
     found: QuantisedWeight
     cuts: tuple[tuple[int, tuple[tuple[int, int], ...]], ...] = ()
 
-    @classmethod
-    def of(
-        cls, format: Format, tensors: Mapping[str, StoredTensor], bias: StoredTensor | None
-    ) -> "StoredWeight":
-        """Returns the weight of the checked `tensors` of a layer."""
-        empty = {name: _empty(one) for name, one in tensors.items()}
-        of_bias = None if bias is None else _empty(bias)
-        return cls(format, tensors, bias, format.weight(empty, of_bias, torch.bfloat16))
-
     @property
     def shape(self) -> torch.Size:
         return self.found.shape
@@ -77,10 +74,13 @@ class StoredWeight:
     def read(self, files: OpenFiles, dtype: torch.dtype) -> QuantisedWeight:
         """Reads the weight, to be multiplied in `dtype`."""
         if files.device.type == "meta":
-            return self.found
+            return self.found.like(self.found.tensors, self.found.bias)  # layers of one shape share `found`
         bias = None if self.bias_of is None else files.read(self.bias_of).to(dtype)
         tensors = {name: files.read(one) for name, one in self.tensors.items()}
         weight = self.format.weight(tensors, bias, dtype)
+        if not bool(weight.tensors.scales.float().isfinite().all()):
+            named = next(iter(self.tensors.values())).name
+            raise ValueError(f"the scales of {named} are not all numbers")
         for dim, spans in self.cuts:
             weight = weight.part(dim, spans)
         return weight
@@ -88,11 +88,30 @@ class StoredWeight:
 
 @dataclass(frozen=True)
 class StoredLayers:
-    """The tensors of the checkpoint in `directory`, of which those of quantised layers are in `format`."""
+    """The tensors of the checkpoint in `directory`, of which those of quantised layers are in `format`, and are
+    multiplied in `dtype`."""
 
     directory: Path
     tensors: Mapping[str, StoredTensor]
     format: Format
+    dtype: torch.dtype
+    _made: dict[Any, QuantisedWeight] = field(default_factory=dict, compare=False)
+    _beside: dict[str, set[str]] = field(default_factory=dict, compare=False)  # last names, by layer
+
+    def __post_init__(self) -> None:
+        for name in self.tensors:
+            stem, _, last = name.rpartition(".")
+            self._beside.setdefault(stem, set()).add(last)
+
+    def weight(self, tensors: Mapping[str, StoredTensor], bias: StoredTensor | None) -> StoredWeight:
+        """Returns the weight of the checked `tensors` of a layer."""
+        every = (*tensors.values(), *(() if bias is None else (bias,)))
+        kind = tuple((one.dtype, one.shape) for one in every), bias is None
+        if kind not in self._made:
+            empty = {name: _empty(one) for name, one in tensors.items()}
+            of_bias = None if bias is None else _empty(bias)
+            self._made[kind] = self.format.weight(empty, of_bias, self.dtype)
+        return StoredWeight(self.format, tensors, bias, self._made[kind])
 
     def of_layer(self, stem: str, n: int, k: int) -> dict[str, StoredTensor]:
         """Returns the tensors of a layer of `n` outputs and `k` inputs. Raises UnreadableWeights for one that
@@ -101,7 +120,21 @@ class StoredLayers:
             wanted = self.format.wanted(n, k)
         except ValueError as error:
             raise UnreadableWeights(self.directory, f"{stem}: {error}") from error
+        if strange := sorted(self._beside[stem] - set(wanted) - _KNOWN):
+            reason = f"has {', '.join(strange)} for {stem}, which is not read in {self.format.name}"
+            raise UnreadableWeights(self.directory, reason, _OTHER_FORMAT)
+        if "g_idx" in self._beside[stem]:
+            self._require_order(self.tensors[f"{stem}.g_idx"], k)
         return self.checked(f"{stem}.", wanted)
+
+    def _require_order(self, stored: StoredTensor, k: int) -> None:
+        """Raises UnreadableWeights unless the groups of GPTQ's layers are of inputs in their order."""
+        num_groups = self.format.wanted(8, k)["scales"][1][0][0]
+        with safe_open(stored.path, framework="pt") as file:
+            found = file.get_tensor(stored.name).flatten()
+        if not torch.equal(found.long(), torch.arange(k) // (k // num_groups)):
+            reason = f"has groups of inputs in another order ({stored.name}), which is not read"
+            raise UnreadableWeights(self.directory, reason, _OTHER_FORMAT)
 
     def checked(self, before: str, wanted: Wanted) -> dict[str, StoredTensor]:
         """Returns the tensors whose names begin with `before`, and end as `wanted` says. Raises
