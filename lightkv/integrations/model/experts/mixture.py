@@ -145,6 +145,8 @@ def _experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weig
     given = hidden_states, top_k_index, top_k_weights
     if _GATE in vars(module):
         return _forward(module, gate_of(module), *given)
+    if hidden_states.is_meta:  # torch has their products in bfloat16 alone there
+        return torch.empty_like(hidden_states)
     with _dense_weights(module):
         return cast(Tensor, ALL_EXPERTS_FUNCTIONS[_OWN](module, *given))
 
