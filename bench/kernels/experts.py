@@ -1,6 +1,6 @@
 """Times the products of a layer with experts beside their floor, and the layer beside transformers' own code.
 
-    python -m bench.kernels.experts --out bench/results/experts-h100.json
+    python -m bench.kernels.experts --out bench/results/experts-h200.json
 
 The layers have random weights in bfloat16, and each side runs as a CUDA graph with an empty L2 cache.
 "grouped_mm" is PyTorch's product over all experts, twice, on rows that are in order, with a copy of half a row
