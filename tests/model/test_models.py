@@ -62,23 +62,19 @@ The released checkpoints of two families need more than that:
 `quantization_config`:
 
 - **fp8 in blocks of 128 x 128** (`fp8`: DeepSeek, Qwen, GLM; compressed-tensors `float-quantized` by
-  `block`), and **fp8 with a scale for each output or each layer** (`float-quantized` by `channel` or
-  `tensor`). Hopper GPUs multiply up to 64 tokens by kernels of lightkv, and more by torch's `_scaled_mm`;
-  several tokens are in fp8, too, where the checkpoint says that its inputs are.
+  `block`), and **fp8 with a scale for each output or each layer** (`float-quantized` by `channel` or `tensor`,
+  `fp8` without blocks, modelopt `FP8`). Hopper GPUs multiply up to 64 tokens by kernels of lightkv, and more by
+  torch's `_scaled_mm`; several tokens are in fp8, too, where the checkpoint says that its inputs are.
 - **4 bits in groups of 32, 64 or 128 inputs** (compressed-tensors `pack-quantized`, AWQ `gemm`, GPTQ without
-  act order). With the extra `quantised`, humming-kernels multiplies them on a GPU; without it kernels of
-  lightkv multiply up to 64 tokens on Ampere GPUs and newer ones, which takes longer.
-- **nvfp4** (compressed-tensors `nvfp4-pack-quantized`, modelopt `NVFP4`), and the experts of **MXFP4**
-  (gpt-oss). A GPU multiplies them by humming-kernels alone. Inputs stay in 16 bits, also where the checkpoint
-  says that they are in fewer.
+  act order), **nvfp4** (compressed-tensors `nvfp4-pack-quantized`, modelopt `NVFP4`), and the experts of
+  **MXFP4** (gpt-oss). Inputs stay in 16 bits, also where the checkpoint says that they are in fewer.
 
-**Experts** in all these formats are multiplied by humming-kernels on a GPU. Where it is missing there, they are
-refused, as are nvfp4 and MXFP4, with what to install.
+On a GPU, weights of 4 bits and experts in all these formats are multiplied by humming-kernels (the extra
+`quantised`). Where it is missing there, they are refused, with what to install.
 
-Everything else is multiplied with the dense weight, which is made for each product: on a CPU, on other GPUs,
-and for more tokens with 4 bits where humming-kernels is missing. `--dequantise` makes it once, while the model
-is loaded. Layers without scales in the files are plain. Several ranks divide linear layers and experts in whole
-blocks and groups; those in MXFP4 by whole experts.
+Everything else is multiplied with the dense weight, which is made for each product: on a CPU, and fp8 on other
+GPUs. `--dequantise` makes it once, while the model is loaded. Layers without scales in the files are plain.
+Several ranks divide linear layers and experts in whole blocks and groups; those in MXFP4 by whole experts.
 
 Refused before weights are read: act order, groups of other sizes, other bits (integers of 8 bits), several
 formats in one checkpoint, and tensors that are missing or have another shape or type than their format says.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 # Lines of Python files, with docstrings, comments and blank lines.
-CEILINGS = {"lightkv": 20592, "router": 30201, "triton_kernels": 14577}
+CEILINGS = {"lightkv": 20616, "router": 30287, "triton_kernels": 14476}
 
 
 def lines(room: str) -> Counter[str]:

@@ -1,13 +1,10 @@
-"""Linear layers over a few tokens with weights in 8 or 4 bits, which are read as they are held.
+"""Linear layers over a few tokens with weights in fp8, which are read as they are held.
 
-    weight[n, k]  =  (number[n, k] - zero) · scale[n // block[0], k // block[1]]
+    weight[n, k]  =  number[n, k] · scale[n // block[0], k // block[1]]
 
 The kernels are those of `linear.py`. They read a block of numbers, and multiply what it adds to the product by
-its scale. Several tokens in fp8, which `fp8_rows` rounds, are multiplied with numbers in fp8 as they are: to
-turn these into 16 bits takes longer than to read them. `dequantised` writes the whole weight, for more tokens.
-
-Two numbers of 4 bits are in a byte: inputs i and i + g / 2 of a group of g inputs, the first one in the lower
-half. So both halves of a tile of bytes are multiplied with inputs that follow each other.
+its scale. Several tokens in fp8, which `fp8_rows` rounds, are multiplied with the numbers as they are: to turn
+these into 16 bits takes longer than to read them. `dequantised` writes the whole weight, for more tokens.
 """
 
 from typing import NamedTuple
@@ -46,56 +43,10 @@ class QuantisedTensors(NamedTuple):
 
 
 @triton.jit
-def _number(bits, dtype: tl.constexpr):
-    """Returns integers from 0 to 15, uint8, as floating numbers."""
-    if dtype == tl.bfloat16:  # its last bits are the integer where the number is 128 and the integer
-        return (bits.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True) - 128.0
-    elif dtype == tl.float16:  # likewise, where it is 1,024 and the integer
-        return (bits.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True) - 1024.0
-    elif dtype == tl.float32:  # 2 ** 23 and the integer
-        return (bits.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
-
-
-_TOO_MUCH = tl.constexpr(128.0)  # what `_halves` returns on a GPU beyond the numbers
-
-
-@triton.jit
-def _halves(w, ON_GPU: tl.constexpr):
-    """Returns the lower and the higher four bits of bytes as float32, on a GPU 128 and the numbers: their bits
-    are the last ones of the upper half of such a float32, into which one instruction brings a byte."""
-    if ON_GPU:
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b32 low, high, top;
-            and.b32 low, $8, 0x0F0F0F0F;
-            shr.b32 high, $8, 4;
-            and.b32 high, high, 0x0F0F0F0F;
-            mov.b32 top, 0x43000000;
-            prmt.b32 $0, low, top, 0x7044;
-            prmt.b32 $1, low, top, 0x7144;
-            prmt.b32 $2, low, top, 0x7244;
-            prmt.b32 $3, low, top, 0x7344;
-            prmt.b32 $4, high, top, 0x7044;
-            prmt.b32 $5, high, top, 0x7144;
-            prmt.b32 $6, high, top, 0x7244;
-            prmt.b32 $7, high, top, 0x7344;
-            }""",
-            "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r",
-            [w],
-            dtype=(tl.float32, tl.float32),
-            is_pure=True,
-            pack=4,
-        )
-    else:
-        return _number(w & 15, tl.float32), _number(w >> 4, tl.float32)
-
-
-@triton.jit
 def _vector_kernel(
     x,  # [K]
-    data,  # [N, K], or [N, K // 2] of two numbers a byte
+    data,  # float8_e4m3fn [N, K]
     scales,
-    zeros,  # None for 8
     bias,  # [N] or None
     out,  # [N]
     N,
@@ -107,50 +58,30 @@ def _vector_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EARLY: tl.constexpr,
-    ON_GPU: tl.constexpr,
 ):
-    PACKED: tl.constexpr = data.dtype.element_ty == tl.uint8
-    PER: tl.constexpr = 2 if PACKED else 1
-    UNIT: tl.constexpr = (GROUP if GROUP else BLOCK_K) // PER  # bytes that have a scale of their own
-    CHUNK: tl.constexpr = 16  # bytes that a thread loads at once; it adds up their products by itself
-    CHUNKS: tl.constexpr = BLOCK_K // PER // CHUNK
+    CHUNK: tl.constexpr = 16  # numbers that a thread loads at once; it adds up their products by itself
+    CHUNKS: tl.constexpr = BLOCK_K // CHUNK
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    columns = tl.arange(0, BLOCK_K // PER)
-    inputs = columns // UNIT * (UNIT * PER) + columns % UNIT  # the first one of a byte
+    columns = tl.arange(0, BLOCK_K)
     chunks = tl.arange(0, CHUNKS) * CHUNK
     in_rows = rows < N
     source = data + rows.to(tl.int64)[:, None] * stride_n + columns[None, :]
-    row_scales = (rows // ROWS)[:, None] * stride_scale + (chunks // UNIT)[None, :]
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     totals = tl.zeros([BLOCK_N, CHUNKS], tl.float32)
     for k in tl.static_range(0, K, BLOCK_K):
-        inside = columns < (K - k) // PER
+        inside = columns < K - k
         w = tl.load(
-            source + k // PER,
-            mask=in_rows[:, None] & inside[None, :],
-            other=0.0,
-            eviction_policy="evict_first",
+            source + k, mask=in_rows[:, None] & inside[None, :], other=0.0, eviction_policy="evict_first"
         )
-        within = in_rows[:, None] & (chunks < (K - k) // PER)[None, :]
         if GROUP:
+            row_scales = (rows // ROWS)[:, None] * stride_scale + (chunks // GROUP)[None, :]
+            within = in_rows[:, None] & (chunks < K - k)[None, :]
             scale = tl.load(scales + k // GROUP + row_scales, mask=within, other=0.0)
         if EARLY and k == 0:  # the first weights are read before x is there
             tl.extra.cuda.gdc_wait()
-        vector = tl.load(x + k + inputs, mask=inside, other=0.0).to(tl.float32)
-        if PACKED:
-            other = tl.load(x + k + inputs + UNIT, mask=inside, other=0.0).to(tl.float32)
-            low, high = _halves(w, ON_GPU)
-            zero = 8.0
-            if zeros is not None:
-                zero = tl.load(zeros + k // GROUP + row_scales, mask=within, other=0).to(tl.float32)
-            if ON_GPU:
-                zero += _TOO_MUCH
-            sums = tl.sum(tl.reshape(low * vector[None, :], (BLOCK_N, CHUNKS, CHUNK)), 2)
-            sums += tl.sum(tl.reshape(high * other[None, :], (BLOCK_N, CHUNKS, CHUNK)), 2)
-            sums -= zero * tl.sum(tl.reshape(vector + other, (CHUNKS, CHUNK)), 1)[None, :]
-        else:
-            sums = tl.sum(tl.reshape(w.to(tl.float32) * vector[None, :], (BLOCK_N, CHUNKS, CHUNK)), 2)
+        vector = tl.load(x + k + columns, mask=inside, other=0.0).to(tl.float32)
+        sums = tl.sum(tl.reshape(w.to(tl.float32) * vector[None, :], (BLOCK_N, CHUNKS, CHUNK)), 2)
         totals += sums * scale if GROUP else sums
     total = tl.sum(totals, 1)
     if GROUP == 0:
@@ -164,9 +95,8 @@ def _vector_kernel(
 def _few_tokens_kernel(
     x,  # [T, K], in 16 bits, or in fp8 as the numbers are
     x_scales,  # [T, K / GROUP] or [T, 1] of x in fp8, whose columns are contiguous; else None
-    data,  # [N, K], or [N, K // 2] of two numbers a byte
+    data,  # float8_e4m3fn [N, K]
     scales,
-    zeros,  # None for 8
     bias,  # [N] or None
     out,  # [T, N]
     parts,  # as in `linear.py`
@@ -188,8 +118,6 @@ def _few_tokens_kernel(
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    PACKED: tl.constexpr = data.dtype.element_ty == tl.uint8
-    PER: tl.constexpr = 2 if PACKED else 1
     STEP: tl.constexpr = BLOCK_K * UNROLL
     dtype: tl.constexpr = x.dtype.element_ty
     block = tl.program_id(0)
@@ -197,7 +125,7 @@ def _few_tokens_kernel(
     rows = block * BLOCK_N + tl.arange(0, BLOCK_N)
     tokens = tl.arange(0, BLOCK_T)
     in_tokens = tokens < num_tokens
-    columns = tl.arange(0, BLOCK_K // PER)
+    columns = tl.arange(0, BLOCK_K)
     source = data + rows.to(tl.int64)[:, None] * stride_n + columns[None, :]
     vectors = x + tokens.to(tl.int64)[None, :] * stride_x + columns[:, None]
     # Rows of a program that have the same scales read them once.
@@ -211,28 +139,20 @@ def _few_tokens_kernel(
     for begin in tl.range(first, tl.minimum(first + chunk, K), STEP, num_stages=STAGES):
         for turn in tl.static_range(UNROLL):
             k = begin + turn * BLOCK_K
-            w = tl.load(source + k // PER, eviction_policy="evict_first")
-            low = tl.load(vectors + k, mask=in_tokens[None, :], other=0.0)
+            w = tl.load(source + k, eviction_policy="evict_first")
+            vector = tl.load(vectors + k, mask=in_tokens[None, :], other=0.0)
             if GROUP:
                 group = k // GROUP
                 scale = tl.load(scales + of_rows + group)
-                if PACKED:
-                    high = tl.load(vectors + k + BLOCK_K // 2, mask=in_tokens[None, :], other=0.0)
-                    zero = tl.full([BLOCK_N, 1], 8.0, dtype)
-                    if zeros is not None:
-                        zero = _number(tl.load(zeros + of_rows + group), dtype)
-                    part = tl.dot((_number(w & 15, dtype) - zero).to(dtype), low)
-                    part = tl.dot((_number(w >> 4, dtype) - zero).to(dtype), high, part)
-                else:
-                    part = tl.dot(w.to(dtype), low)
+                part = tl.dot(w.to(dtype), vector)
                 if x_scales is not None:
                     of_x = x_scales + group * stride_group + tokens
                     scale = scale * tl.load(of_x, mask=in_tokens, other=0.0)[None, :]
                 total += part * scale
             elif x_scales is not None:
-                total += tl.dot(w, low)  # of fp8, the units sum few products precisely
+                total += tl.dot(w, vector)  # of fp8, the units sum few products precisely
             else:
-                total = tl.dot(w.to(dtype), low, total)
+                total = tl.dot(w.to(dtype), vector, total)
     if GROUP == 0:
         total *= tl.load(scales + rows // ROWS * stride_scale)[:, None]
         if x_scales is not None:
@@ -242,9 +162,8 @@ def _few_tokens_kernel(
 
 @triton.jit
 def _dequantised_kernel(
-    data,  # [N, K], or [N, K // 2] of two numbers a byte
+    data,  # [N, K]
     scales,
-    zeros,
     out,  # [N, K], contiguous
     N,
     K,
@@ -254,28 +173,15 @@ def _dequantised_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    PACKED: tl.constexpr = data.dtype.element_ty == tl.uint8
-    PER: tl.constexpr = 2 if PACKED else 1
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     begin = tl.program_id(1) * BLOCK_K
-    columns = tl.arange(0, BLOCK_K // PER)
-    inside = (rows < N)[:, None] & (begin + columns * PER < K)[None, :]
-    w = tl.load(
-        data + rows.to(tl.int64)[:, None] * (K // PER) + (begin // PER + columns)[None, :], mask=inside
-    )
+    columns = begin + tl.arange(0, BLOCK_K)
+    inside = (rows < N)[:, None] & (columns < K)[None, :]
+    places = rows.to(tl.int64)[:, None] * K + columns[None, :]
+    w = tl.load(data + places, mask=inside)
     at = rows // ROWS * stride_scale + (begin // GROUP if GROUP else 0)
     scale = tl.load(scales + at, mask=rows < N)[:, None]
-    target = out + rows.to(tl.int64)[:, None] * K + begin + columns[None, :]
-    if PACKED:
-        zero = 8.0
-        if zeros is not None:
-            zero = tl.load(zeros + at, mask=rows < N).to(tl.float32)[:, None]
-        low = (_number(w & 15, tl.float32) - zero) * scale
-        high = (_number(w >> 4, tl.float32) - zero) * scale
-        tl.store(target, low.to(out.dtype.element_ty), mask=inside)
-        tl.store(target + BLOCK_K // 2, high.to(out.dtype.element_ty), mask=inside)
-    else:
-        tl.store(target, (w.to(tl.float32) * scale).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + places, (w.to(tl.float32) * scale).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -326,19 +232,15 @@ def quantised_launch(
 ) -> QuantisedLaunch | None:
     """Returns the launch of `quantised_linear`; None where its kernels cannot run. `element_size`: of the
     tokens, 1 in fp8."""
-    interpreted, is_packed = device is tuning.INTERPRETER, tensors.data.dtype == torch.uint8
-    (num_rows, num_bytes), group, num_columns = tensors.data.shape, tensors.block[1], tensors.num_columns
-    if not interpreted and (device.major < (8 if is_packed else 9) or element_size > 2):
+    interpreted, (num_rows, num_columns) = device is tuning.INTERPRETER, tensors.data.shape
+    group = tensors.block[1]
+    if not interpreted and (device.major < 9 or element_size > 2):
         return None
-    if (group and num_columns % group) or num_tokens > MAX_TOKENS or (is_packed and not group):
+    if (group and num_columns % group) or num_tokens > MAX_TOKENS:
         return None
     if num_tokens == 1:
-        if is_packed and not interpreted and num_columns < 256:  # a thread would load less than it splits
-            return None
         block_k = max(min(2048, triton.next_power_of_2(num_columns)), group)
-        return (
-            QuantisedLaunch(8, block_k, 2, 1, 1, 1) if is_packed else QuantisedLaunch(4, block_k, 4, 1, 1, 1)
-        )
+        return QuantisedLaunch(4, block_k, 4, 1, 1, 1)
     block_n, block_k = (16, group or 16) if interpreted else (64, min(group or 128, 128))
     if num_rows % block_n or num_columns % block_k or (group and group % block_k):
         return None
@@ -348,7 +250,7 @@ def quantised_launch(
     while 2 * blocks * splits <= most and num_columns > 8 * block_k * splits:
         splits *= 2
     # As many tiles are on their way as fit beside those of the other programs of a multiprocessor.
-    tile = block_n * block_k * num_bytes // num_columns + block_k * max(16, num_tokens) * element_size
+    tile = block_k * (block_n + max(16, num_tokens) * element_size)
     programs = 1 if blocks * splits <= device.num_multiprocessors else 2
     stages = (device.shared_memory // programs - _SHARED_FOR_SUMS) // tile
     unroll = 2 if in_turns else 1
@@ -376,7 +278,7 @@ def quantised_linear(
 
     Sums are float32, rounded once at the end. Nothing synchronises, so a CUDA graph can capture it.
     """
-    data, scales, zeros, (rows_of_scale, group) = tensors
+    data, scales, _, (rows_of_scale, group) = tensors
     num_rows, dim = len(data), tensors.num_columns
     num_tokens = x.numel() // dim
     is_compiled = isinstance(_vector_kernel, triton.JITFunction)
@@ -394,7 +296,6 @@ def quantised_linear(
             tokens,
             data,
             scales,
-            zeros,
             bias,
             out,
             num_rows,
@@ -405,7 +306,6 @@ def quantised_linear(
             GROUP=group,
             BLOCK_N=launch.block_n,
             BLOCK_K=launch.block_k,
-            ON_GPU=is_compiled,
             **options,
         )
         return out
@@ -417,7 +317,6 @@ def quantised_linear(
         token_scales,
         data,
         scales,
-        zeros,
         bias,
         out,
         parts,
@@ -443,14 +342,13 @@ def quantised_linear(
 
 
 def dequantised(tensors: QuantisedTensors, dtype: torch.dtype) -> Tensor:
-    """Returns the weight as `[N, K]` of `dtype`, on a GPU. Numbers of 4 bits have groups of inputs."""
-    data, scales, zeros, (rows, group) = tensors
+    """Returns the weight as `[N, K]` of `dtype`, on a GPU."""
+    data, scales, _, (rows, group) = tensors
     num_columns, block_k = tensors.num_columns, group or 128
     out = torch.empty((len(data), num_columns), dtype=dtype, device=data.device)
     _dequantised_kernel[(triton.cdiv(len(data), 32), triton.cdiv(num_columns, block_k))](
         data,
         scales,
-        zeros,
         out,
         len(data),
         num_columns,

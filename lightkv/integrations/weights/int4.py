@@ -1,8 +1,7 @@
 """Weights of 4 bits with a scale for each group of 32, 64 or 128 inputs, as compressed-tensors, AWQ and GPTQ
 publish them, two numbers a byte. Inputs stay in 16 bits.
 
-On a GPU humming-kernels multiplies. Without it, kernels of ours multiply a few tokens, and more are multiplied
-with the dense weight, which is made for each product.
+On a GPU humming-kernels multiplies.
 """
 
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ class Int4Weight(QuantisedWeight):
     """A weight of numbers of 4 bits."""
 
     by_library = True
+    has_kernels = False
 
     def numbers(self) -> Tensor:
         """Returns the numbers from 0 to 15, uint8 `[N, K]`."""
@@ -70,7 +70,7 @@ class PackedFormat:
     group: int
     has_zeros: bool
     marker: str = ".weight_packed"
-    needs_library: bool = False
+    needs_library: bool = True
 
     @property
     def name(self) -> str:
@@ -100,7 +100,7 @@ class AwqFormat:
 
     group: int
     marker: str = ".qweight"
-    needs_library: bool = False
+    needs_library: bool = True
 
     @property
     def name(self) -> str:
@@ -134,7 +134,7 @@ class GptqFormat:
     group: int
     added: int
     marker: str = ".qweight"
-    needs_library: bool = False
+    needs_library: bool = True
 
     @property
     def name(self) -> str:

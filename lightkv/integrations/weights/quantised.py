@@ -137,7 +137,7 @@ class QuantisedWeight(ABC):
 
     def made_dense(self) -> Tensor:
         """Returns the weight that `tensors` stand for."""
-        if self.tensors.data.is_cuda:
+        if self.tensors.data.is_cuda and self.has_kernels:
             return dequantised(self.tensors, self.dtype)
         scales = self.tensors.scales.float()
         for dim, block in enumerate(self.tensors.block):
@@ -147,7 +147,7 @@ class QuantisedWeight(ABC):
 
     def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Returns x · weight^T + bias of x `[..., K]`: `[..., N]`, in `out` if that is given. A GPU multiplies
-        a few tokens by kernels that read the packed numbers; a CPU multiplies with the dense weight."""
+        a few tokens by kernels that read the numbers; a CPU multiplies with the dense weight."""
         if self._product is not None:
             return self._product.matmul(x, out)
         if self.tensors.data.is_meta:
