@@ -1,4 +1,4 @@
-"""Tests of products with weights in 8 and 4 bits, by triton_kernels/layers/quantised_linear.py and the library."""
+"""Tests of products with weights in 8 and 4 bits, by kernels in triton_kernels/layers/ and by the library."""
 
 import pytest
 import torch
