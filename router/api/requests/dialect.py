@@ -78,9 +78,10 @@ class ChatDialect:
         variables = self._variables(chat, self._silent(use) if is_constrained else {})
         tools = None if use is None else use.described
         messages = self._written(chat.messages)
-        joined = history.with_texts_in_results(messages)
-        if len(joined) < len(messages) and not self._takes_text_after_results:
-            messages = joined
+        if any(message["role"] == "tool" for message in messages):
+            joined = history.with_texts_in_results(messages)
+            if len(joined) < len(messages) and not self._takes_text_after_results:
+                messages = joined
         return replace(chat, messages=messages, variables=variables, tools=tools)
 
     def grammar(self, use: ToolUse | None, given: Grammar | None) -> Grammar | None:

@@ -38,7 +38,10 @@ def with_texts_in_results(messages: Sequence[Message]) -> list[Message]:
             groups[-1].append(message)
         else:
             groups.append([message])
-    return [group[0] | {"content": "\n".join([one["content"] for one in group])} for group in groups]
+    return [
+        group[0] | {"content": "\n".join([one["content"] for one in group])} if len(group) > 1 else group[0]
+        for group in groups
+    ]
 
 
 def _call(call: Any, as_text: bool, id_length: int | None) -> Any:
