@@ -96,6 +96,11 @@ def test_products_that_do_not_fit_are_refused(device: torch.device) -> None:
         down_product(x[:2], up, rows, launch)
     with pytest.raises(ValueError, match="the weights' dtype"):
         up_product(x.half(), up, rows, launch)
+    ordered = launch._replace(block_t=16, is_ordered=True)
+    many = ids.new_zeros(40, 1)
+    for wrong in (order_rows(many, 4, ordered._replace(block_t=32)), order_rows(many, 5, ordered)):
+        with pytest.raises(ValueError, match="in tiles of 16; give rows that order_rows made"):
+            up_product(x.new_zeros(40, 32), up, wrong, ordered)
 
 
 def test_a_launch_fits_the_device() -> None:

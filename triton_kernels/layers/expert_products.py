@@ -22,6 +22,7 @@ from .expert_order import TILE_WORDS, ExpertRows, expert_order, most_tiles
 from .gated_activation import activate, gated_activation_reference
 
 Gate = ClampedGate | str | None
+KERNEL_TYPES = (torch.bfloat16, torch.float16, torch.float32)  # of weights
 
 
 class ExpertWeights(NamedTuple):
@@ -101,6 +102,12 @@ def _fitting(launch: ProductLaunch, block_t: int, device: tuning.DeviceClass) ->
     return launch._replace(num_stages=max(1, min(launch.num_stages, device.shared_memory // stage)))
 
 
+def _unrolled(launch: ProductLaunch, dim: int) -> ProductLaunch:
+    """Returns `launch` with blocks of so many columns that `dim` has at most 16, which are unrolled."""
+    times = max(1, triton.next_power_of_2(triton.cdiv(dim, 16 * launch.block_k)))
+    return launch._replace(block_k=launch.block_k * times, block_n=max(2, launch.block_n // times))
+
+
 def order_rows(ids: Tensor, num_experts: int, launch: ExpertLaunch) -> ExpertRows:
     """Returns the rows for experts `ids`, int64 `[T, k]`, in the order and the tiles that `launch` takes."""
     ids = ids.contiguous()
@@ -140,10 +147,10 @@ def _product_kernel(
     pairs_at,  # of an `ExpertOrder`; None where each pair is a tile
     tiles,
     by,  # a `ClampedGate`, or None
-    stride_x,
-    stride_e,
-    stride_n,
-    stride_k,
+    stride_x: tl.constexpr,  # constants, so that loads are vectors wherever the strides allow them
+    stride_e: tl.constexpr,
+    stride_n: tl.constexpr,
+    stride_k: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
     E: tl.constexpr,
@@ -296,12 +303,20 @@ def _launch(
             f"{tuple(weight.shape)}; give contiguous rows of the weights' dtype and last dim"
         )
     num_pairs, order = rows.ids.numel(), rows.order
+    num_tiles = num_pairs if order is None else most_tiles(num_pairs, num_experts, both.block_t)
+    has_tiles = order is None or (order.tiles is not None and len(order.tiles) == num_tiles)
+    if rows.num_experts != num_experts or not has_tiles:
+        raise ValueError(
+            f"rows for {rows.num_experts} experts and weights of {num_experts}, in tiles of {both.block_t}; "
+            "give rows that order_rows made for these weights with the same launch"
+        )
     if not num_pairs:
         return
     by_clamp, activation = None, gate or "none"
     if isinstance(gate, ClampedGate):
         by_clamp, activation = gate._replace(interleaved=tl.constexpr(gate.interleaved)), "clamped"
-    num_tiles = num_pairs if order is None else most_tiles(num_pairs, num_experts, both.block_t)
+    if both.block_t == 1:
+        launch = _unrolled(launch, dim)
     _product_kernel[(triton.cdiv(num_outputs, launch.block_n), num_tiles)](
         x,
         weight,

@@ -42,6 +42,7 @@ from lightkv.triton_kernels.layers.expert_order import (
     expert_order_reference,
 )
 from lightkv.triton_kernels.layers.expert_products import (
+    KERNEL_TYPES,
     ExpertWeights,
     Gate,
     Load,
@@ -85,10 +86,11 @@ def _forward(module: Any, gate: Gate, x: Tensor, ids: Tensor, weights: Tensor) -
 
 
 def kernel_weights(module: Any, gate: Gate) -> tuple[ExpertWeights, ExpertWeights] | None:
-    """Returns the weights of both products, for kernels that find their rows; None of quantised ones."""
+    """Returns the weights of both products, for kernels that find their rows; None of quantised ones, and of
+    types that have none."""
     names = _up_name(module), "down_proj"
     held = [getattr(module, name) for name in names]
-    if any(isinstance(one, QuantisedExperts) for one in held):
+    if any(isinstance(one, QuantisedExperts) or one.dtype not in KERNEL_TYPES for one in held):
         return None
     up, down = (one.transpose(1, 2) if module.is_transposed else one for one in held)
     return ExpertWeights(up, _bias(module, names[0]), gate), ExpertWeights(down, _bias(module, names[1]))
