@@ -74,19 +74,6 @@ def early_options(device: torch.device) -> dict[str, Any]:
 
 
 @triton.jit
-def read_ahead(pointers):
-    """Has the L2 cache read the lines of 128 bytes that pointers are in; a compiled kernel only."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [pointers.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
 def wait_early(EARLY: tl.constexpr):
     """Lets the next kernel begin, and waits for what the ones before write, in a kernel that begins early."""
     if EARLY:

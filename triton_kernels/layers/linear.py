@@ -24,7 +24,6 @@ from lightkv.triton_kernels import tuning
 
 MAX_TOKENS = 64  # more are left to cuBLAS
 _ROWS = 64  # of the weight, which a program multiplies with several tokens
-AHEAD = 8
 _LEAST_ROWS = 16  # the same in the interpreter
 
 
@@ -167,7 +166,6 @@ def _few_tokens_kernel(
     BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     block = tl.program_id(0)
@@ -182,12 +180,7 @@ def _few_tokens_kernel(
     end = tl.minimum(first + chunk, K)
     source = weight + rows.to(tl.int64)[:, None] * stride_n + columns[None, :]
     vectors = x + tokens[None, :] * stride_x + columns[:, None]
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        if AHEAD:
-            lines = tl.minimum(first + tl.arange(0, AHEAD) * 64, end - 1)
-            tuning.read_ahead(weight + rows.to(tl.int64)[:, None] * stride_n + lines[None, :])
-        tl.extra.cuda.gdc_wait()
+    tuning.wait_early(EARLY)
     total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     for k in tl.range(first, end, BLOCK_K, num_stages=STAGES):
         w = tl.load(source + k, eviction_policy="evict_first")
@@ -272,7 +265,6 @@ def linear(
         BLOCK_K=launch.block_k,
         SPLITS=launch.splits,
         STAGES=launch.num_stages,
-        AHEAD=AHEAD,
         num_warps=launch.num_warps,
         **tuning.early_options(x.device),
     )

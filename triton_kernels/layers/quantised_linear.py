@@ -18,7 +18,6 @@ from lightkv.triton_kernels import tuning
 
 from .linear import store_total
 
-AHEAD = 8
 MAX_TOKENS = 64  # of `quantised_linear`
 _LARGEST_FP8 = tl.constexpr(448.0)
 _SHARED_FOR_SUMS = 8 * 1024  # bytes of shared memory that are left to a program beside its pipeline
@@ -117,7 +116,6 @@ def _few_tokens_kernel(
     UNROLL: tl.constexpr,  # blocks of K in a turn: their products do not wait for each other
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     STEP: tl.constexpr = BLOCK_K * UNROLL
@@ -136,12 +134,7 @@ def _few_tokens_kernel(
         of_rows = (rows // ROWS * stride_scale)[:, None]
     chunk = tl.cdiv(K, SPLITS * STEP) * STEP
     first = split * chunk
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-        if AHEAD:
-            lines = tl.minimum(first + tl.arange(0, AHEAD) * 128, tl.minimum(first + chunk, K) - 1)
-            tuning.read_ahead(data + rows.to(tl.int64)[:, None] * stride_n + lines[None, :])
-        tl.extra.cuda.gdc_wait()
+    tuning.wait_early(EARLY)
     total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     for begin in tl.range(first, tl.minimum(first + chunk, K), STEP, num_stages=STAGES):
         for turn in tl.static_range(UNROLL):
@@ -343,7 +336,6 @@ def quantised_linear(
         UNROLL=launch.unroll,
         SPLITS=launch.splits,
         STAGES=launch.num_stages,
-        AHEAD=AHEAD,
         **options,
     )
     return out
