@@ -12,7 +12,9 @@ from lightkv.triton_kernels.attention.prefill import prefill_tuning
 from lightkv.triton_kernels.attention.prefill.prefill_plan import (
     ALIGNED_COST,
     ALL_KEYS,
+    CUT_GAIN,
     ITEM_FIELDS,
+    LEAST_SECTIONS,
     PrefillPlan,
     is_full,
     key_bound,
@@ -151,7 +153,7 @@ def share_reference(
             share, aligned = longer, True
             break
     shared = share * -(-num_workers * num_kv_heads // num_programs)
-    return (share if whole - shared >= least_gain + shared // 16 else 0), aligned
+    return (share if whole - shared >= least_gain + shared // CUT_GAIN.value else 0), aligned
 
 
 def prefill_plan_reference(
@@ -199,6 +201,11 @@ def prefill_plan_reference(
     for length, q_len in zip(lengths.tolist(), q_starts.diff().tolist(), strict=True):
         num_keys += q_len + min(max(length - q_len, 0), most_keys)
     section_heads = min(max(prefill_tuning.SECTION_BYTES // key_bytes // num_keys, 1), num_kv_heads)
+    if num_workers and not share:
+        longest = max((size for _, size in units), default=1) * shares.num_programs
+        sections = (4 * total * num_kv_heads + 3 * longest) // (4 * longest)
+        least_heads = -(-num_kv_heads // sections) if sections >= LEAST_SECTIONS.value else num_kv_heads
+        section_heads = max(section_heads, least_heads)
     num_entries = sum(item[0] >= 0 for item in items[: plan.num_shares])
     counters = [0, 0, num_entries, section_heads if len(rows) else 0]
     return torch.tensor(items, dtype=torch.int32, device=rows.device).view(-1, ITEM_FIELDS.value), counters

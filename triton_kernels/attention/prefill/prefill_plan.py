@@ -57,6 +57,8 @@ from . import prefill_tuning
 # 10 and 11, of a tile's second piece: parts of the tile, the first of them; the others begin at the item
 ITEM_FIELDS = tl.constexpr(12)
 ALIGNED_COST = tl.constexpr(16)  # a share may be longer by a sixteenth, so that tiles begin shares
+CUT_GAIN = tl.constexpr(5)  # whole tiles may take longer than equal shares by a fifth
+LEAST_SECTIONS = tl.constexpr(4)
 ALL_KEYS = 2**31 - 1  # the end of the keys of an item that is a whole tile
 _ALL_KEYS = tl.constexpr(ALL_KEYS)
 
@@ -219,6 +221,7 @@ def _share_kernel(
     # begins when all programs have equal shares of those before it, or when as many turns are over as tiles of
     # full turns precede it, whichever is earlier.
     total = 0
+    longest = 1
     turns_end = 0
     whole = 0
     for start in range(0, capacity, BLOCK_T):
@@ -230,6 +233,7 @@ def _share_kernel(
         end = tl.minimum(preceding.to(tl.int32) + units, turns_end + tl.cumsum(turns * units, 0))
         whole = tl.maximum(whole, tl.max(tl.where(units > 0, end, 0), 0))
         turns_end += tl.sum(turns * units, 0)
+        longest = tl.maximum(longest, tl.max(units, 0))
         total += tl.sum(units, 0)
 
     share = tl.maximum(tl.cdiv(total, num_workers), least_units)
@@ -247,10 +251,17 @@ def _share_kernel(
     if (num_shorter > num_workers) & (num_longer <= num_workers):
         share = longer
     shared = share * tl.cdiv(num_workers * num_kv_heads, num_programs)
-    is_cut = whole - shared >= least_gain + shared // 16
+    is_cut = whole - shared >= least_gain + shared // CUT_GAIN
     if is_cut:
         num_cut = tl.where(num_shorter > num_workers, num_longer, num_shorter)
         tl.store(counters + 2, tl.where(aligned, num_cut, tl.cdiv(total, share)))
+    else:
+        # A section's longest tiles begin when the section before it ends. So there are as many sections as the
+        # longest tile fits into a program's work; a few save less of the cache than their last tiles cost.
+        length = longest.to(tl.int64) * num_programs
+        sections = ((total.to(tl.int64) * num_kv_heads * 4 + length * 3) // (length * 4)).to(tl.int32)
+        sections = tl.where(sections < LEAST_SECTIONS, 1, sections)
+        tl.store(counters + 3, tl.maximum(tl.load(counters + 3), tl.cdiv(num_kv_heads, sections)))
     before = 0
     for start in range(0, capacity, BLOCK_T):
         tile = start + tl.arange(0, BLOCK_T)

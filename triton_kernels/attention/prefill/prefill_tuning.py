@@ -64,7 +64,7 @@ def fp8_prefill_launch(head_dim: int) -> Launch:
 
 
 # Prefill on Hopper computes some K/V heads after the others: as many as have so many bytes of K and V together,
-# which then stay in the L2 cache.
+# which then stay in the L2 cache, or more where tiles are long beside the whole work (`prefill_plan`).
 SECTION_BYTES = 32 * 2**20
 
 
@@ -89,8 +89,9 @@ class PrefillShares(NamedTuple):
     `num_programs`: programs that the device runs at once, for all K/V heads.
     `unit`: keys; tiles are cut at multiples of it. The key tiles of `prefill_hopper` have to divide it.
     `least_units`: of a share.
-    `least_gain`: units by which cutting has to shorten the longest program's work, beside a sixteenth of what
-    is left of it, since partial outputs have to be written and combined.
+    `least_gain`: units by which cutting has to shorten the longest program's work, beside a fifth of what is left
+    of it, since partial outputs have to be written and combined, and programs that compute different keys of a
+    request read them apart.
     """
 
     num_workers: int
