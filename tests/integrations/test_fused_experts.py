@@ -167,7 +167,7 @@ def test_blocks_on_a_gpu(name: str, dtype: torch.dtype, device: torch.device) ->
     xs = [torch.randn(1, num, 512, device=device).to(dtype) for num in (1, 32, 2048, 5000)]
     owns = [output(block, x) for x in xs]
     assert not fuse_experts(block, router_of(config), xs[0])
-    tolerance = 16 * torch.finfo(dtype).eps  # sums in another order
+    tolerance = 32 * torch.finfo(dtype).eps  # sums in another order
     for x, own in zip(xs, owns, strict=True):
         found = [output(block, x)]
         graph = torch.cuda.CUDAGraph()
