@@ -239,12 +239,15 @@ def quantised_launch(
     if (group and num_columns % group) or num_tokens > MAX_TOKENS:
         return None
     if num_tokens == 1:
-        block_k = max(min(2048, triton.next_power_of_2(num_columns)), group)
+        block_k = max(min(4096 if num_columns > 8192 else 2048, triton.next_power_of_2(num_columns)), group)
         return QuantisedLaunch(4, block_k, 4, 1, 1, 1)
     block_n, block_k = (16, group or 16) if interpreted else (64, min(group or 128, 128))
     if num_rows % block_n or num_columns % block_k or (group and group % block_k):
         return None
     in_turns = element_size == 1 and group > 0 and num_columns % (2 * block_k) == 0
+    if in_turns and num_tokens > 16 and num_rows % 128 == 0 and num_rows > 128 * device.num_multiprocessors:
+        # Programs that all have several turns read fewer tokens with more rows.
+        return QuantisedLaunch(128, block_k, 4, 4, 1, 1)
     blocks, most = num_rows // block_n, device.num_multiprocessors * (2 if in_turns else 1)
     splits = 1
     while 2 * blocks * splits <= most and num_columns > 8 * block_k * splits:
