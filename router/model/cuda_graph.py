@@ -28,7 +28,7 @@ from lightkv.router.sampling_params import SamplerKind
 from lightkv.triton_kernels.slots.allocate import TableEntries
 from lightkv.triton_kernels.slots.entries import read_entries
 
-from .parts import AppliedPlan, MaskedSampling, RunnerParts, StepInputs, StepLogits, StepOutput
+from .parts import AppliedPlan, RunnerParts, Sampling, StepInputs, StepLogits, StepOutput
 
 
 class GraphKey(NamedTuple):
@@ -117,7 +117,7 @@ class DecodeGraph:
         self._loaded = _Loaded(plan.step, plan.rows, plan.prefixes)
         return output
 
-    def replay_forward(self, applied: AppliedPlan) -> MaskedSampling:
+    def replay_forward(self, applied: AppliedPlan) -> Sampling:
         """Runs a plan that has decodes only, up to its logits. The next replay overwrites what its sampling
         returns."""
         plan = applied.plan
@@ -259,16 +259,8 @@ class PromptGraph:
         parts = plan.rows, plan.counts, plan.num_prefills
         return not plan.pieces or self._passes is None or self._passes.fits(*parts)
 
-    def replay(self, applied: AppliedPlan) -> StepOutput:
-        """Runs a plan whose slots are allocated, and samples."""
-        inputs, logits, _ = self._replay(applied)
-        return inputs.sample(self._parts, logits, applied.plan.kind)
-
-    def replay_forward(self, applied: AppliedPlan) -> MaskedSampling:
+    def replay_forward(self, applied: AppliedPlan) -> Sampling:
         """Runs a plan whose slots are allocated, up to its logits. The next replay overwrites them."""
-        return partial(self._replay(applied).sample, self._parts, applied.plan.kind)
-
-    def _replay(self, applied: AppliedPlan) -> StepLogits:
         plan = applied.plan
         shares_prefixes = bool(plan.prefixes)
         self._load(applied, shares_prefixes)
@@ -277,7 +269,8 @@ class PromptGraph:
             graph.replay()
         else:
             logits = self._compute()
-        return StepLogits(self._inputs, logits).first(len(plan.sample))
+        found = StepLogits(self._inputs, logits).first(len(plan.sample))
+        return partial(found.sample, self._parts, plan.kind)
 
     def _load(self, applied: AppliedPlan, shares_prefixes: bool) -> None:
         plan = applied.plan

@@ -207,8 +207,8 @@ class _PackedPlan(NamedTuple):
 
 
 # Samples a step whose logits are being computed. It takes the masks of its samples, as in `Sampler.sample` but
-# on the host, in pinned memory where there is a GPU.
-MaskedSampling = Callable[[torch.Tensor], StepOutput]
+# on the host, in pinned memory where there is a GPU; None without masks.
+Sampling = Callable[[torch.Tensor | None], StepOutput]
 
 
 class StepLogits(NamedTuple):
@@ -223,9 +223,9 @@ class StepLogits(NamedTuple):
         """Returns the first `num` samples; the others of a static batch are padding."""
         return self._replace(logits=self.logits[:num])
 
-    def sample(self, parts: RunnerParts, kind: SamplerKind, masks: torch.Tensor) -> StepOutput:
-        """Samples with masks, which are on the host as those of a `MaskedSampling`."""
-        on_device = masks.to(self.logits.device, non_blocking=True)
+    def sample(self, parts: RunnerParts, kind: SamplerKind, masks: torch.Tensor | None) -> StepOutput:
+        """Samples. `masks`: as those of a `Sampling`."""
+        on_device = None if masks is None else masks.to(self.logits.device, non_blocking=True)
         return self.inputs.sample(parts, self.logits, kind, on_device)._replace(scores=self.scores)
 
 

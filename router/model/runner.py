@@ -39,7 +39,8 @@ from lightkv.router.engine.step import (
 )
 from lightkv.router.text.grammars import Grammars, InvalidGrammar, RowGrammar
 
-from .parts import AppliedPlan, MaskedSampling, RunnerParts, StepInputs, StepLogits, StepOutput
+from .cuda_graph import DecodeGraph
+from .parts import AppliedPlan, RunnerParts, Sampling, StepInputs, StepLogits, StepOutput
 from .step_graphs import StepGraphs
 
 MAX_CELLS = 65_536  # of a map; in larger pools a cell stands for several slots
@@ -62,7 +63,7 @@ class _StepInFlight:
 
     plan: StepPlan
     grammars: list[tuple[int, RowGrammar]]
-    sampling: MaskedSampling | None = None
+    sampling: Sampling | None = None
     output: StepOutput | None = None
     done: torch.cuda.Event | None = None
     error: Exception | None = None
@@ -106,7 +107,7 @@ class ModelRunner:
         Their rows are 0, the padding, so memory and counts stay as they are.
         """
         for plan in plans:
-            self._run(AppliedPlan(plan, {}))
+            self._forward(AppliedPlan(plan, {}))(None)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> None:
@@ -123,16 +124,22 @@ class ModelRunner:
             if self._graphs is not None and not plan.scored:
                 graph = self._graphs.get(plan, has_masks=bool(grammars))
             allocates = graph is not None and graph.allocates
-            self._parts.sampler.set_rows(plan.new_rows, plan.prompts)
             edits = decode(plan.edits) if allocates else plan.all_edits()
             pieces = {part: (num_edits, plan.rows[part]) for part, num_edits in plan.pieces.items()}
             applied = AppliedPlan(plan, self._parts.memory.apply_step(edits, pieces))
         step = _StepInFlight(plan, grammars)
         with self._fatal_errors(always=allocates):  # slots that are allocated by half are lost
-            if grammars:
-                step.sampling = self._forward(applied) if graph is None else graph.replay_forward(applied)
+            sampler = self._parts.sampler
+            if isinstance(graph, DecodeGraph) and not grammars:
+                sampler.set_rows(plan.new_rows, plan.prompts)
+                self._copy_to_host(step, graph.replay(applied))
             else:
-                self._copy_to_host(step, self._run(applied) if graph is None else graph.replay(applied))
+                sampling = self._forward(applied) if graph is None else graph.replay_forward(applied)
+                sampler.set_rows(plan.new_rows, plan.prompts)  # while the GPU computes the logits
+                if grammars:
+                    step.sampling = sampling
+                else:
+                    self._copy_to_host(step, sampling(None))
         self._in_flight.append(step)
         if len(self._in_flight) == 1:
             self._sample_waiting()
@@ -290,14 +297,9 @@ class ModelRunner:
             return StepLogits(inputs, inputs.logits(self._parts))
         return StepLogits(inputs, *inputs.logits_and_scores(self._parts, plan, self._scored_at_once))
 
-    def _forward(self, applied: AppliedPlan) -> MaskedSampling:
+    def _forward(self, applied: AppliedPlan) -> Sampling:
         """Runs a step eagerly, after its edits, up to its logits."""
         return partial(self._logits(applied).sample, self._parts, applied.plan.kind)
-
-    def _run(self, applied: AppliedPlan) -> StepOutput:
-        """Runs a step eagerly, after its edits."""
-        inputs, logits, scores = self._logits(applied)
-        return inputs.sample(self._parts, logits, applied.plan.kind)._replace(scores=scores)
 
     def _copy_to_host(self, step: _StepInFlight, output: StepOutput) -> None:
         """Starts copying the output to the host, before the next replay overwrites it."""

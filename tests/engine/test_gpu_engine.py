@@ -115,7 +115,7 @@ def test_an_eager_step_waits_only_for_its_tokens(model: PreTrainedModel) -> None
         with no_waits(), torch.inference_mode():
             runner._parts.sampler.set_rows(plan.new_rows)
             runner._parts.memory.apply(plan.all_edits())
-            output = runner._run(AppliedPlan(plan, {}))
+            output = runner._forward(AppliedPlan(plan, {}))(None)
         engine.scheduler.complete(runner._read(plan, output))
     run(engine)
     assert_idle(engine)

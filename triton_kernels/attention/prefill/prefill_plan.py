@@ -258,8 +258,8 @@ def _share_kernel(
     else:
         # A section's longest tiles begin when the section before it ends. So there are as many sections as the
         # longest tile fits into a program's work; a few save less of the cache than their last tiles cost.
-        length = longest.to(tl.int64) * num_programs
-        sections = ((total.to(tl.int64) * num_kv_heads * 4 + length * 3) // (length * 4)).to(tl.int32)
+        length = tl.cast(longest, tl.int64) * num_programs
+        sections = ((tl.cast(total, tl.int64) * num_kv_heads * 4 + length * 3) // (length * 4)).to(tl.int32)
         sections = tl.where(sections < LEAST_SECTIONS, 1, sections)
         tl.store(counters + 3, tl.maximum(tl.load(counters + 3), tl.cdiv(num_kv_heads, sections)))
     before = 0
