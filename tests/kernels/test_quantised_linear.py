@@ -9,6 +9,7 @@ from lightkv.integrations.weights.float4 import Float4Weight
 from lightkv.integrations.weights.fp8 import Fp8Weight
 from lightkv.integrations.weights.int4 import Int4Weight
 from lightkv.integrations.weights.quantised import QuantisedWeight
+from lightkv.triton_kernels.layers.gated_activation import gated_activation
 from lightkv.triton_kernels.layers.linear import tickets_for
 from lightkv.triton_kernels.layers.quantised_linear import (
     MAX_TOKENS,
@@ -99,6 +100,15 @@ def test_tokens_in_fp8_are_near_the_tokens(device: torch.device, group: int) -> 
     assert bool(((found - x.double()).abs() <= x.abs() * share + x.abs().amax(1, keepdim=True) * 2e-3).all())
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_gated_activations_are_rounded_as_tokens_are(device: torch.device, activation: str) -> None:
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
+    gate_up = torch.randn(5, 2 * 384, device=device).to(dtype)
+    found = fp8_rows(gate_up, 128, activation)
+    for one, other in zip(found, fp8_rows(gated_activation(gate_up, activation), 128), strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("kind", ["blocks", "rows"])
 def test_a_few_tokens_in_fp8_give_the_product_of_the_rounded_ones(device: torch.device, kind: str) -> None:
     torch.manual_seed(0)
@@ -134,6 +144,11 @@ def test_many_tokens_in_fp8(kind: str) -> None:
         exact = Fp8Weight(tensors, bias, torch.bfloat16)
         exact.rounds_input = False
         close(exact.matmul(x), wanted, 1e-2)
+        gate_up = torch.randn(num_tokens, 2 * 1536, device="cuda", dtype=torch.bfloat16)
+        gated = weight.gated(gate_up, "silu")
+        assert (gated is None) == (kind == "rows")
+        if gated is not None:
+            assert torch.equal(gated, weight.matmul(gated_activation(gate_up, "silu")))
 
 
 def float4(kind: str, n: int, k: int, dtype: torch.dtype) -> QuantisedWeight:

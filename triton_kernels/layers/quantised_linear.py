@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightkv.triton_kernels import tuning
 
+from .gated_activation import activate
 from .linear import store_total
 
 MAX_TOKENS = 64  # of `quantised_linear`
@@ -186,7 +187,7 @@ def _dequantised_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _fp8_rows_kernel(
-    x,  # [T, K]
+    x,  # [T, K]; of a gated activation [T, 2K], the gate first
     rows,  # float8_e4m3fn [T', K], contiguous
     scales,  # [T', K // GROUP]
     num_tokens,
@@ -197,6 +198,7 @@ def _fp8_rows_kernel(
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     token = tl.program_id(0)
@@ -205,10 +207,12 @@ def _fp8_rows_kernel(
     places = groups[:, None] * GROUP + columns[None, :]
     inside = (columns < GROUP)[None, :] & (groups < K // GROUP)[:, None]
     tuning.wait_early(EARLY)
-    loaded = tl.load(
-        x + token.to(tl.int64) * stride_x + places, mask=inside & (token < num_tokens), other=0.0
-    )
-    values = loaded.to(tl.float32)
+    source = x + token.to(tl.int64) * stride_x + places
+    inputs = tl.load(source, mask=inside & (token < num_tokens), other=0.0)
+    if ACTIVATION is not None:  # rounded as `gated_activation` does
+        up = tl.load(source + K, mask=inside & (token < num_tokens), other=0.0)
+        inputs = activate(inputs.to(tl.float32), ACTIVATION).to(up.dtype) * up
+    values = inputs.to(tl.float32)
     scale = tl.maximum(tl.max(tl.abs(values), 1), 1e-9) / _LARGEST_FP8
     rounded = (values / scale[:, None]).to(rows.dtype.element_ty)
     tl.store(rows + token.to(tl.int64) * K + places, rounded, mask=inside)
@@ -365,11 +369,12 @@ def dequantised(tensors: QuantisedTensors, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def fp8_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+def fp8_rows(x: Tensor, group: int, activation: str | None = None) -> tuple[Tensor, Tensor]:
     """Returns the tokens x `[T, K]` in float8_e4m3fn with a scale for each `group` inputs, as `_scaled_mm`
     takes them: `[T', K]`, and float32 `[T', K / group]`, of which a column is contiguous. T' is T rounded up
-    to a multiple of 16; rows beyond T are zeros."""
-    (num_tokens, dim), padded = x.shape, -(-len(x) // 16) * 16
+    to a multiple of 16; rows beyond T are zeros. With an `activation`, x is `[T, 2K]`, and the tokens are what
+    `gated_activation` returns of it."""
+    num_tokens, dim, padded = len(x), x.shape[1] // (1 if activation is None else 2), -(-len(x) // 16) * 16
     rows = torch.empty((padded, dim), dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty((dim // group, padded), dtype=torch.float32, device=x.device).t()
     block = triton.next_power_of_2(group)
@@ -386,6 +391,7 @@ def fp8_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
         GROUP=group,
         GROUPS=groups,
         BLOCK=block,
+        ACTIVATION=activation,
         num_warps=4,
         **tuning.early_options(x.device),
     )

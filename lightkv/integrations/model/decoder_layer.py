@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from lightkv.integrations.model.mixers.mixer import is_bound_mixer
 from lightkv.integrations.ranks.sharded import SummedLinear
 from lightkv.integrations.ranks.term_room import TermPlace
+from lightkv.integrations.weights.fp8 import Fp8Weight
+from lightkv.integrations.weights.weight_part import WeightPart
 from lightkv.triton_kernels.layers.gated_activation import gated_activation, gated_activation_reference
 from lightkv.triton_kernels.norms import Norm
 
@@ -165,7 +167,12 @@ class GatedMLP:
 
     def output(self, x: Tensor, turn: int | None = None) -> Output:
         """Computes the MLP of x, `[..., C]`. `turn`: as in `Output.of`."""
-        return Output.of(self.down, activate(self.gate_up(x), self.activation), turn)
+        gate_up = self.gate_up(x)
+        if isinstance(self.down, WeightPart) and isinstance(self.down.of, Fp8Weight):
+            product = self.down.of.gated(gate_up, self.activation)
+            if product is not None:
+                return Output(product)
+        return Output.of(self.down, activate(gate_up, self.activation), turn)
 
 
 def activate(gate_up: Tensor, activation: str) -> Tensor:

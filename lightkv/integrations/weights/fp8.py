@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightkv.triton_kernels.layers.quantised_linear import QuantisedTensors, fp8_rows
+from lightkv.triton_kernels.layers.quantised_linear import QuantisedTensors, fp8_rows, quantised_linear
 
 from .humming import LibraryTensors
 from .quantised import QuantisedWeight, Wanted
@@ -37,18 +37,35 @@ class Fp8Weight(QuantisedWeight):
         scales = scales if block[1] else scales.to(self.dtype)
         return LibraryTensors("float8e4m3", data.view(torch.int32), scales, block)
 
-    def rounded(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
+    def rounded(self, x: Tensor, activation: str | None = None) -> tuple[Tensor, Tensor] | None:
+        """Returns what `fp8_rows` returns of several tokens; None where they are multiplied as they are."""
         block = self.tensors.block
         by_block = block == (128, 128) and not any(size % 128 for size in self.shape)
         fits = by_block or (block == (1, 0) and not any(size % 16 for size in self.shape))
         if not fits or not self.rounds_input or not _has_scaled_mm(x) or not len(x):
             return None
-        return fp8_rows(x, 128 if by_block else self.shape[1])
+        return fp8_rows(x, 128 if by_block else self.shape[1], activation)
+
+    def gated(self, gate_up: Tensor, activation: str) -> Tensor | None:
+        """Returns the product of activation(gate) · up of `gate_up` `[..., 2K]`, whose first half is the gate:
+        `[..., N]`; None where tokens are multiplied as they are, as one token is."""
+        x = gate_up.reshape(-1, gate_up.shape[-1])
+        rounded = self.rounded(x, activation) if len(x) > 1 and self.tensors.block[1] else None
+        if rounded is None or self._tickets is None:
+            return None
+        rows = rounded[0][: len(x)]
+        y = x.new_empty((len(x), self.shape[0]))
+        if quantised_linear(rows, self.tensors, self.bias, self._tickets, y, rounded) is None:
+            y = self._scaled(rounded, len(x))
+        return y.view(*gate_up.shape[:-1], self.shape[0])
 
     def many(self, x: Tensor) -> Tensor:
-        if (found := self.rounded(x)) is None:
-            return super().many(x)
-        (rows, row_scales), (data, scales, *_) = found, self.tensors
+        rounded = self.rounded(x)
+        return super().many(x) if rounded is None else self._scaled(rounded, len(x))
+
+    def _scaled(self, rounded: tuple[Tensor, Tensor], num_tokens: int) -> Tensor:
+        """Returns the product of many tokens that are rounded, with the bias, `[num_tokens, N]`."""
+        (rows, row_scales), (data, scales, *_) = rounded, self.tensors
         y = torch._scaled_mm(
             rows,
             data.t(),
@@ -57,7 +74,7 @@ class Fp8Weight(QuantisedWeight):
             out_dtype=self.dtype,
             use_fast_accum=self.tensors.block == (1, 0),
         )
-        y = y[: len(x)]
+        y = y[:num_tokens]
         return y if self.bias is None else y.add_(self.bias)
 
 
