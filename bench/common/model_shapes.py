@@ -7,6 +7,7 @@ from transformers import (
     LlamaConfig,
     Olmo2Config,
     PretrainedConfig,
+    Qwen2Config,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -46,6 +47,17 @@ LLAMA_3_70B = LlamaConfig(
     head_dim=128,
     max_position_embeddings=8192,
     rope_theta=500000.0,
+    tie_word_embeddings=False,
+)
+QWEN2_5_7B = Qwen2Config(
+    vocab_size=152064,
+    hidden_size=3584,
+    intermediate_size=18944,
+    num_hidden_layers=28,
+    num_attention_heads=28,
+    num_key_value_heads=4,
+    max_position_embeddings=32768,
+    rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
     tie_word_embeddings=False,
 )
 QWEN3_8B = Qwen3Config(
@@ -120,6 +132,7 @@ SHAPES: dict[str, PretrainedConfig] = {
     "llama-3-8b": LLAMA_3_8B,
     "llama-3.2-3b": LLAMA_3_2_3B,
     "llama-3-70b": LLAMA_3_70B,
+    "qwen2.5-7b": QWEN2_5_7B,
     "qwen3-8b": QWEN3_8B,
     "olmo-2-7b": OLMO_2_7B,
     "qwen3-moe": QWEN3_30B_A3B,

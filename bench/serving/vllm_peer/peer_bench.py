@@ -3,6 +3,7 @@
     python peer_bench.py vllm MODEL --out FILE
     python peer_bench.py lightkv MODEL --out FILE --set prefill_chunk=16384
     python peer_bench.py lightkv MODEL --batches --first-token --shared 2000 --set max_num_seqs=128
+    python peer_bench.py vllm MODEL --batches --first-token --device-time 256 --pauses 0 0.02
 
 It measures tokens per second, the time of a decode step and the time to the first token. The time of a step is
 the difference between two runs, of 256 and of 128 new tokens, divided by 128. Both engines get the same random
@@ -11,6 +12,11 @@ prompts and decode greedily to the full length.
 --shared N is the load of vLLM's issue #36010: N prompts at once of 370 to 373 tokens, of which the first 369
 are the same, and answers of 10 tokens. It is measured beside as many prompts of these lengths that share
 nothing, so that a cache finds nothing. Each run has another beginning, which is computed in it.
+
+--device-time measures how long the device is busy in a step, by torch's profiler in the process that runs the
+model: the difference between two runs, of 88 and of 24 new tokens after 64, divided by 64. With --pauses it is
+measured again with pauses before each step, in which the card cools down, since a card that reaches its limit
+of power lowers its clock. The clock and the power are sampled meanwhile.
 
 This script is run by itself and imports nothing of `bench`: vLLM must not see the top folder of the project,
 because it would take lightkv's `triton_kernels` for the package of that name that it looks for.
@@ -21,6 +27,7 @@ import ast
 import json
 import random
 import statistics
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +38,9 @@ OUTPUTS = (128, 256)  # new tokens of the two runs from which the time of a step
 SHARED, SHARED_OUTPUT = 369, 10  # tokens that prompts begin with, and new tokens
 FIRST_TOKEN_RUNS = 7  # for each length of prompt, of which the first two warm up
 WARM_UP_RUNS = 2
+TRACED = (24, 88)  # new tokens of the two runs from which the device's time of a step follows
+TRACED_PROMPT = 64
+BUSY_WATTS = 250  # samples below it are of pauses
 
 Prompts = list[list[int]]
 
@@ -46,6 +56,10 @@ class Engine(Protocol):
     def generate(self, prompts: Prompts, num_output: int) -> tuple[float, list[list[int]]]:
         """Decodes `num_output` tokens after each prompt. Returns the seconds and the new token ids."""
 
+    def in_worker(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Returns what `function(worker, part, verb, *args)` returns in the process that runs the model. The
+        worker's attribute `part` has the method `verb`, which starts a step."""
+
 
 class Vllm:
     """`vllm.LLM`."""
@@ -55,7 +69,8 @@ class Vllm:
 
         self.version = vllm.__version__
         self._sampling_params = vllm.SamplingParams
-        self._llm = vllm.LLM(model=model, skip_tokenizer_init=True, gpu_memory_utilization=0.9, **settings)
+        settings = {"gpu_memory_utilization": 0.9, **settings}
+        self._llm = vllm.LLM(model=model, skip_tokenizer_init=True, **settings)
 
     def settle(self) -> None:
         pass  # vLLM's start puts nothing off
@@ -69,6 +84,10 @@ class Vllm:
         outputs = self._llm.generate(inputs, params, use_tqdm=False)
         seconds = time.perf_counter() - start
         return seconds, [list(output.outputs[0].token_ids) for output in outputs]
+
+    def in_worker(self, function: Callable[..., Any], *args: Any) -> Any:
+        # The environment has to allow it (VLLM_ALLOW_INSECURE_SERIALIZATION=1).
+        return self._llm.collective_rpc(function, args=("model_runner", "execute_model", *args))[0]
 
 
 class Lightkv:
@@ -92,6 +111,9 @@ class Lightkv:
         outputs = self._llm.generate(prompts, params)
         seconds = time.perf_counter() - start
         return seconds, [output.outputs[0].token_ids for output in outputs]
+
+    def in_worker(self, function: Callable[..., Any], *args: Any) -> Any:
+        return function(self._llm.engine, "executor", "launch", *args)
 
 
 ENGINES: dict[str, Callable[[str, dict[str, Any]], Engine]] = {"vllm": Vllm, "lightkv": Lightkv}
@@ -157,6 +179,64 @@ def measure_shared(engine: Engine, load: Load, batch: int, rounds: int) -> dict[
     return found
 
 
+def start_trace(worker: Any, part: str, verb: str, pause: float) -> None:
+    """Traces the device from now on, with a pause of so many seconds before each step."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    runner = getattr(worker, part)
+    start = runner.peer_bench_start = getattr(runner, verb)
+
+    def start_late(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(pause)
+        return start(*args, **kwargs)
+
+    if pause:
+        setattr(runner, verb, start_late)
+    torch.cuda.synchronize()
+    runner.peer_bench_trace = profile(activities=[ProfilerActivity.CUDA])
+    runner.peer_bench_trace.__enter__()
+
+
+def end_trace(worker: Any, part: str, verb: str) -> float:
+    """Ends what `start_trace` began. Returns the milliseconds in which a kernel ran."""
+    import torch
+
+    torch.cuda.synchronize()
+    runner = getattr(worker, part)
+    setattr(runner, verb, runner.peer_bench_start)
+    runner.peer_bench_trace.__exit__(None, None, None)
+    events = runner.peer_bench_trace.profiler.kineto_results.events()
+    on_device = [one for one in events if str(one.device_type()).endswith("CUDA")]
+    busy = end = 0
+    for begin, duration in sorted((one.start_ns(), one.duration_ns()) for one in on_device):
+        busy += max(0, begin + duration - max(begin, end))  # kernels may overlap
+        end = max(end, begin + duration)
+    return busy / 1e6
+
+
+def measure_device(engine: Engine, load: Load, batch: int, pause: float) -> dict[str, float]:
+    """Measures the milliseconds of a step in which the device is busy, and its clock and power meanwhile."""
+    engine.generate(load.prompts(batch, TRACED_PROMPT), 32)
+    query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw.instant", "--format=csv,noheader,nounits"]
+    busy = []
+    for num_output in TRACED:
+        prompts = load.prompts(batch, TRACED_PROMPT)
+        engine.in_worker(start_trace, pause)
+        with subprocess.Popen([*query, "-lms", "20"], stdout=subprocess.PIPE, text=True) as sampling:
+            engine.generate(prompts, num_output)
+            sampling.terminate()
+            printed = sampling.communicate()[0].splitlines()
+        busy.append(engine.in_worker(end_trace))
+    samples = [tuple(map(float, line.split(","))) for line in printed if line.count(",") == 1]
+    clocks, watts = zip(*[one for one in samples if one[1] > BUSY_WATTS] or samples, strict=True)
+    return {
+        "step_ms": (busy[1] - busy[0]) / (TRACED[1] - TRACED[0]),
+        "clock_mhz": statistics.median(clocks),
+        "watts": statistics.median(watts),
+    }
+
+
 def parse_settings(pairs: list[str]) -> dict[str, Any]:
     """Parses NAME=VALUE pairs. A value that is no Python literal is a string."""
     settings: dict[str, Any] = {}
@@ -180,6 +260,10 @@ def main() -> None:
     made.add_argument("--first-token", type=int, nargs="*", default=[512, 2048, 8192], metavar="PROMPT",
                       help="lengths of the prompts whose time to the first token is measured")  # fmt: skip
     made.add_argument("--shared", type=int, default=0, metavar="N", help="prompts that begin alike; 0: none")
+    made.add_argument("--device-time", type=int, nargs="*", default=[], metavar="BATCH",
+                      help="batches whose steps are traced on the device")  # fmt: skip
+    made.add_argument("--pauses", type=float, nargs="*", default=[0.0], metavar="SECONDS",
+                      help="pauses before each of these steps; each is measured")  # fmt: skip
     made.add_argument("--rounds", type=int, default=3)
     made.add_argument("--vocab-size", type=int, default=128256)
     options = made.parse_args()
@@ -218,6 +302,13 @@ def main() -> None:
         print(f"prompt {length:5d}: first token in {statistics.median(times):.2f} ms "
               f"{[round(milliseconds, 2) for milliseconds in times]}", flush=True)  # fmt: skip
         save()
+    for batch in options.device_time:
+        for pause in options.pauses:
+            found = measure_device(engine, load, batch, pause)
+            results.setdefault("device", {})[f"batch {batch}, pauses of {pause:g} s"] = found
+            print(f"batch {batch:4d}: device busy {found['step_ms']:.3f} ms of a step, pauses of {pause:g} s, "
+                  f"{found['clock_mhz']:.0f} MHz, {found['watts']:.0f} W", flush=True)  # fmt: skip
+            save()
     if options.shared:
         results |= measure_shared(engine, load, options.shared, options.rounds)
         shared, unshared = (statistics.median(results[name]) for name in ("shared_s", "unshared_s"))
