@@ -66,11 +66,7 @@ class Figures:
     mean_waiting: float
     max_running: int
     max_waiting: int
-    num_unstated: int = 0  # requests without max_tokens
     num_preempted_stated: int = 0  # requests with max_tokens that were preempted at least once
-    max_overtaken: int = 0  # the most later requests that got their first token before one did
-    large_ttft_max: float = 0.0  # of requests with a sixteenth of the tokens that fit the pool, or more
-    low_ttft_max: float = 0.0  # of requests with a priority of 1
     num_preempted_guaranteed: int = 0  # requests that were preempted although they were guaranteed
     most_preemptions: int = 0  # of one request
     mean_guaranteed: float = 0.0  # running requests that are never preempted

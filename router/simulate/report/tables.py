@@ -1,8 +1,7 @@
-"""The tables of simulations: the summary, policies side by side, settings, step times and every figure."""
+"""The tables of simulations: the summary, policies side by side, replicas, settings and step times."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from operator import attrgetter
+from dataclasses import dataclass
 from typing import Any
 
 from lightkv.router.simulate.result import Figures, SimulationResult
@@ -159,23 +158,6 @@ def replica_table(result: SimulationResult) -> Table:
         rows.append((name, list(map(Cell, texts))))
     caption = f"{result.settings['routing']}, seed {result.settings['seed']}"
     return Table(caption, columns, rows)
-
-
-def all_figures(groups: Sequence[Repeats]) -> Table:
-    """Returns every figure by its name in the JSON line."""
-    values = [asdict(group.mean.figures) for group in groups]
-    rows = []
-    for name in values[0]:
-        cells = []
-        for each, group in zip(values, groups, strict=True):
-            low, high = (_number(end) for end in group.spread(attrgetter(name)))
-            cells.append(Cell(_number(each[name]), spread="" if low == high else f"{low} – {high}"))
-        rows.append((name, cells))
-    return Table("Figures by name", ["figure", *(group.name for group in groups)], rows)
-
-
-def _number(value: float) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.6g}"
 
 
 def settings(results: Sequence[SimulationResult], columns: Sequence[str]) -> Table:
