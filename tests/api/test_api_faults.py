@@ -114,7 +114,7 @@ def test_a_request_that_never_fits_is_refused_with_the_numbers(api: ApiUnderTest
 def test_more_answers_than_the_queue_holds_are_refused_with_the_numbers(
     tmp_path: Path, path: str, fields: dict[str, Any]
 ) -> None:
-    narrow = ApiSettings(model_names=[MODEL], max_queued_requests=4)
+    narrow = ApiSettings(served_model_name=(MODEL,), max_queued_requests=4)
     with ApiUnderTest(default_tokenizer(), tmp_path / "router", narrow).running() as api:
         error = api.post(path, {**HELLO, "prompt": "a", **fields}, 400)["error"]
         assert error["param"] == "n"
@@ -332,7 +332,7 @@ def test_a_slow_reader_does_not_stall_others(api: ApiUnderTest) -> None:
 
 @pytest.fixture
 def guarded(tmp_path: Path) -> Iterator[ApiUnderTest]:
-    with service(tmp_path, api_keys=["sesame é"], max_body_bytes=1000).running() as under_test:
+    with service(tmp_path, api_key=("sesame é",), max_body_bytes=1000).running() as under_test:
         yield under_test
 
 
@@ -383,8 +383,8 @@ def test_the_key_guards_every_route_but_those_of_probes(guarded: ApiUnderTest) -
 def test_a_metrics_key_opens_the_metrics_and_nothing_else(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("prometheus from-the-file\n")
-    settings: dict[str, Any] = {"metrics_keys": ["given"], "metrics_key_file": str(file)}
-    with service(tmp_path, api_keys=["sesame"], **settings).running() as api:
+    settings: dict[str, Any] = {"metrics_key": ("given",), "metrics_key_file": str(file)}
+    with service(tmp_path, api_key=("sesame",), **settings).running() as api:
         for key in ("given", "from-the-file"):
             headers = {"Authorization": f"Bearer {key}"}
             for method, path in ROUTES:

@@ -351,7 +351,7 @@ def test_the_most_log_probabilities_of_a_request_fit_a_message_and_all_rooms(num
     client: Any = type("Client", (), {"num_event_bytes": 0})()
     AnswerStream(client, submit_of(1)).push(event)
     assert client.num_event_bytes <= router_client.MAX_EVENT_BYTES
-    assert num_bytes <= ApiSettings(model_names=["m"]).max_open_bytes // 2  # one client's
+    assert num_bytes <= ApiSettings(served_model_name=("m",)).max_open_bytes // 2  # one client's
 
 
 def test_large_events_count_with_what_they_hold() -> None:

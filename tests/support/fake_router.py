@@ -406,7 +406,7 @@ def service(directory: Path, **settings: Any) -> ApiUnderTest:
     """Returns a service with the default model's tokenizer which answers TEXT repeatedly. `settings`: fields of
     ApiSettings."""
     usual: dict[str, Any] = {"max_body_bytes": 200_000, "max_answers": 16}
-    limits = ApiSettings(model_names=[MODEL, "alias/of-it"], **usual | settings)
+    limits = ApiSettings(served_model_name=(MODEL, "alias/of-it"), **usual | settings)
     tokenizer = copy(default_tokenizer())
     tokenizer.__dict__.pop("_template", None)  # compiled; a test may give it another source
     return ApiUnderTest(tokenizer, directory / "router", limits)
