@@ -30,7 +30,6 @@ _GREATEST = (
 )  # fmt: skip
 _MEAN = (
     "load", "memory_held_share", "memory_used_share", "memory_cached_share", "memory_padding_share",
-    "last_page_waste_share",
 )  # fmt: skip
 
 

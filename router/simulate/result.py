@@ -56,7 +56,6 @@ class Figures:
     memory_cached_share: float  # slots of the prefix cache, which no running request holds
     memory_padding_share: float  # held slots without a token, in pages or runs
     peak_held_share: float
-    last_page_waste_share: float  # share of empty slots in a request's pages or run, mean over its decode
     num_preemptions: int
     num_preempted: int  # requests that were preempted at least once
     preempted_share: float

@@ -29,7 +29,7 @@ from lightkv.router.sampling_params import SamplingParams
 from .admissions import make_simulated
 from .arrivals import Numbered, prompt_ids
 from .config import InvalidSimulation, SimulationConfig, groups_of, page_of
-from .paged_ledger import ContiguousLedger, PaddedLedger, PagedLedger, make_ledger
+from .paged_ledger import PaddedLedger, make_ledger
 from .record import Distribution, Means, Timeline
 from .result import Figures, Series, SimulationResult
 from .timed_engine import DEPTH, END, TimedEngine
@@ -108,8 +108,6 @@ class Simulation:
         self._num_met = self._num_preempted = self._num_prompt = 0
         self._num_preempted_stated = self._most_preemptions = 0
         self._broken: set[str] = set()  # the requests that were preempted although they were guaranteed
-        # Slots of the pages or runs of all requests, summed over their decodes, and those without a token.
-        self._all_slots = self._empty_slots = 0
         self.ttft, self.tpot = Distribution(), Distribution()
         self.timeline = Timeline(6)
         self._means = Means(7)  # over the time in which requests waited
@@ -229,10 +227,6 @@ class Simulation:
 
     def _finish(self, live: _Live, num_output: int) -> None:
         request, between = live.request, 0.0
-        if isinstance(self.ledger, PagedLedger | ContiguousLedger):
-            slots = self.ledger.slots(request.num_prompt, num_output)
-            self._all_slots += slots
-            self._empty_slots += slots - sum(range(request.num_prompt, request.num_prompt + num_output))
         if num_output > 1:
             between = (self.clock - live.first) / (num_output - 1)
             self.tpot.add(between)
@@ -274,7 +268,6 @@ class Simulation:
             memory_cached_share=shares[2],
             memory_padding_share=shares[3],
             peak_held_share=scheduler.peak_held / capacity,
-            last_page_waste_share=self._empty_slots / max(self._all_slots, 1),
             num_preemptions=scheduler.num_preemptions,
             num_preempted=self._num_preempted,
             preempted_share=self._num_preempted / num if num else 0.0,

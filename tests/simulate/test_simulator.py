@@ -19,7 +19,6 @@ from lightkv.router.engine.step_time import StepTime, Work
 from lightkv.router.simulate import simulation, simulator
 from lightkv.router.simulate.config import (
     ALLOCATIONS,
-    PAGE_SIZES,
     SIMULATED_ADMISSIONS,
     InvalidSimulation,
     SimulationConfig,
@@ -83,19 +82,6 @@ def test_the_device_waits_for_the_host_where_no_step_is_in_flight(trace: str) ->
     num_waits, num_preemptions = waits(2000)
     assert num_waits == pytest.approx(round(num_waits))
     assert num_waits > num_preemptions / 2 > 2  # one wait may be for several
-
-
-@pytest.mark.parametrize("page", [PAGE_SIZES[0], *slow(*PAGE_SIZES[1:-1]), PAGE_SIZES[-1]])
-def test_last_pages_are_as_empty_as_by_brute_force(trace: str, page: int) -> None:
-    config = replace(SMALL, allocation=f"paged:{page}", admission="oracle", capacity=20_000)
-    empty = slots = 0
-    for request in simulator.open_trace(trace):
-        for length in range(request.prompt, request.prompt + request.output):
-            empty += -length % page
-            slots += length + -length % page
-    found = simulate(trace, config).figures
-    assert found.last_page_waste_share == pytest.approx(empty / slots, abs=1e-12)
-    assert simulate(trace, replace(config, allocation="token")).figures.last_page_waste_share == 0
 
 
 @each_value(seed=range(3), allocation=["token", "contiguous", "paged:16", *slow(*ALLOCATIONS[3:])])
@@ -337,7 +323,7 @@ def test_the_last_line_has_every_figure(tmp_path: Path) -> None:
     line = msgspec.json.decode(printed.splitlines()[-1])
     result = msgspec.json.decode(out.read_bytes(), type=SimulationResult)
     assert line == {**result.settings, **msgspec.to_builtins(result.figures)}
-    assert {"last_page_waste_share", "memory_used_share", "num_preemptions", "goodput"} <= line.keys()
+    assert {"memory_padding_share", "memory_used_share", "num_preemptions", "goodput"} <= line.keys()
     assert "10 requests in" in notes
     again = run("chat", "--requests", "10", "--rate", "5")
     assert again[1] == printed
@@ -355,7 +341,6 @@ def test_the_last_line_has_every_figure(tmp_path: Path) -> None:
         (["--capacity", "0"], "give a whole number of at least 1"),
         (["--reserve", "1"], "give a share of at least 0 and below 1"),
         (["--stated", "1.5"], "--stated is 1.5; give a share from 0 to 1"),
-        (["--low-priority", "-1"], "give a share from 0 to 1"),
         (["--step-time", "base=x"], "names being base"),
         (["--step-time", "per_kv=1e-9"], "base is 0 seconds"),
         (["--step-time", "nothing.json"], "nothing.json"),
