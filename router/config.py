@@ -122,7 +122,7 @@ def require_allowed(settings: Any, error: type[LightKVError] = InvalidConfig) ->
         if not allowed.takes(value):
             raise error(f"{flag(name)} is {value!r}; give {allowed.words}")
     for one in fields(settings):
-        value, choices = getattr(settings, one.name), one.metadata["choices"]
+        value, choices = getattr(settings, one.name), one.metadata.get("choices")
         if choices and value is not None and value not in choices:
             raise error(f"{flag(one.name)} is {value!r}; give one of {', '.join(choices)}")
 

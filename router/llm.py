@@ -245,7 +245,7 @@ class LLM:
             for search, own in zip(growing, asked, strict=True):
                 logprobs = [next(found).outputs[0].logprobs for _ in own]
                 search.take([one[0] for one in logprobs if one])
-        return [search.best for search in searches]
+        return [search.finished for search in searches]
 
     def stats(self) -> EngineStats:
         """Returns the engine's counts."""

@@ -21,11 +21,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from bench.common.report import parser, print_json, print_machine, print_table, save_json
 from lightkv.router.engine.admission import make_admission
 from lightkv.router.simulate.config import PAGE_SIZES, SIMULATED_ADMISSIONS, SimulationConfig
 from lightkv.router.simulate.result import Figures
 from lightkv.router.simulate.simulator import saturation, simulate
+from lightkv.router.simulate.trace_files import BLOCK, Reading
+from lightkv.router.simulate.traces import open_trace
 
 FILES = {
     "azure-conv": "AzureLLMInferenceTrace_conv.csv",
@@ -39,7 +43,6 @@ GOODPUT_TRACES = ("azure-conv", "sharegpt")
 PATIENT_ORACLE = "oracle, timely's order"
 # The figures in docs/ are of steps of 2,048 prompt tokens, without a target for the time between tokens.
 FULL_STEPS = SimulationConfig(prefill_chunk=2048, itl_target=0.0)
-LARGE_POOL = 10_000_000  # no request waits for memory, so whole prompts fit a step; the pages stay the same
 
 
 def trace_of(name: str, directory: Path | None) -> str:
@@ -48,22 +51,12 @@ def trace_of(name: str, directory: Path | None) -> str:
 
 
 def waste(name: str, directory: Path | None, requests: int | None) -> list[float]:
-    """Returns the share of empty slots for each page size."""
-    found = []
-    for page in PAGE_SIZES:
-        config = replace(
-            FULL_STEPS,
-            allocation=f"paged:{page}",
-            admission="oracle",
-            capacity=LARGE_POOL,
-            max_num_seqs=1024,
-            prefill_chunk=0,
-            rate=math.inf,
-            requests=requests,
-            time_unit="ms" if name == "mooncake" and directory is not None else None,
-        )
-        found.append(simulate(trace_of(name, directory), config).figures.last_page_waste_share)
-    return found
+    """Returns the share of empty slots in the pages of a request while it decodes, for each page size."""
+    reading = Reading("ms" if name == "mooncake" and directory is not None else None, BLOCK)
+    trace = open_trace(trace_of(name, directory), requests, reading=reading)
+    outputs = ((one.prompt, min(one.output, FULL_STEPS.max_new)) for one in trace)
+    lengths = np.concatenate([np.arange(prompt, prompt + output) for prompt, output in outputs])
+    return [float((-lengths % page).sum() / (lengths + -lengths % page).sum()) for page in PAGE_SIZES]
 
 
 def policies(name: str, requests: int, capacity: int) -> dict[str, Figures]:

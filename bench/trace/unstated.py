@@ -1,15 +1,11 @@
-"""Simulates the default admission: requests that do not state max_tokens, and how long requests wait.
+"""Simulates requests that do not state max_tokens, and how long requests wait.
 
     python -m bench.trace.unstated --trace AzureLLMInferenceTrace_conv.csv --out bench/results/unstated.json
 
-Two tables, at several loads:
-
-    unstated  tokens and goodput beside those of an oracle, which knows the length of each answer; and the share
-              of requests that were preempted. No, half or all of the requests state --max-new. Also in the
-              order of "timely", in which requests that have waited too long let others go first
-    fairness  the most later requests that got their first token before a request did, and the longest waits for
-              a first token: of all requests, of large ones (a sixteenth of the pool or more), and of those with
-              a priority of 1, where a tenth of the requests has it
+A table for each of several loads has tokens and goodput beside those of an oracle, which knows the length of
+each answer, the share of requests that were preempted, and the longest wait for a first token. No, half or all
+of the requests state --max-new. Also in the order of "timely", in which requests that have waited too long let
+others go first.
 
 It refuses to report if a request that states max_tokens was preempted.
 """
@@ -20,7 +16,6 @@ from dataclasses import replace
 from bench.common.report import parser, print_json, print_machine, print_table, refuse, save_json
 from bench.trace.simulate import FULL_STEPS
 from lightkv.router.engine.admission import make_admission
-from lightkv.router.simulate.config import SimulationConfig
 from lightkv.router.simulate.result import Figures
 from lightkv.router.simulate.simulator import saturation, simulate
 
@@ -34,22 +29,12 @@ POLICIES = {
     "oracle" + PATIENT: replace(FULL_STEPS, admission="oracle", patience=PATIENCE),
     "none stated" + PATIENT: replace(FULL_STEPS, admission="reserved", stated=0.0, patience=PATIENCE),
 }
-FAIRNESS = {
-    "none stated": replace(FULL_STEPS, admission="reserved", stated=0.0),
-    "none stated, priorities": replace(FULL_STEPS, admission="reserved", stated=0.0, low_priority=0.1),
-    "none stated" + PATIENT: replace(FULL_STEPS, admission="reserved", stated=0.0, patience=PATIENCE),
-    "none stated, priorities" + PATIENT: replace(
-        FULL_STEPS, admission="reserved", stated=0.0, low_priority=0.1, patience=PATIENCE
-    ),
-}
 
 
-def run(
-    policies: dict[str, SimulationConfig], options: argparse.Namespace, load: float, saturated: float
-) -> dict[str, Figures]:
+def run(options: argparse.Namespace, load: float, saturated: float) -> dict[str, Figures]:
     """Simulates each policy at one load. Exits if a request that states max_tokens was preempted."""
     found = {}
-    for name, policy in policies.items():
+    for name, policy in POLICIES.items():
         config = replace(
             policy,
             capacity=options.capacity,
@@ -64,39 +49,29 @@ def run(
     return found
 
 
-UNSTATED_HEADER = (
+HEADER = (
     "admission", "tokens/s", "of oracle's", "goodput", "of oracle's", "preempted", "used", "TTFT p50 s",
+    "longest s",
 )  # fmt: skip
-FAIRNESS_HEADER = ("order", "most overtaken", "all", "large", "low priority", "goodput")
 
 
-def unstated_rows(found: dict[str, Figures]) -> list[list[str]]:
-    """Returns the rows of the first table, with each policy beside the oracle in the same order."""
+def rows_of(found: dict[str, Figures]) -> list[list[str]]:
+    """Returns the rows of a table, with each policy beside the oracle in the same order."""
     rows = []
     for name, f in found.items():
         oracle = found["oracle" + (PATIENT if name.endswith(PATIENT) else "")]
         rows.append(
             [name, f"{f.output_rate:,.0f}", f"{f.output_rate / oracle.output_rate:.1%}", f"{f.goodput:.2f}",
              f"{f.goodput / oracle.goodput:.1%}" if oracle.goodput else "-", f"{f.preempted_share:.2%}",
-             f"{f.memory_used_share:.1%}", f"{f.ttft_p50:.2f}"]
+             f"{f.memory_used_share:.1%}", f"{f.ttft_p50:.2f}", f"{f.ttft_max:.0f}"]
         )  # fmt: skip
     return rows
-
-
-def fairness_rows(found: dict[str, Figures]) -> list[list[str]]:
-    """Returns the rows of the second table."""
-    return [
-        [name, f"{f.max_overtaken:,}", f"{f.ttft_max:.0f}", f"{f.large_ttft_max:.0f}",
-         f"{f.low_ttft_max:.0f}" if f.low_ttft_max else "-", f"{f.goodput:.2f}"]
-        for name, f in found.items()
-    ]  # fmt: skip
 
 
 def arguments() -> argparse.Namespace:
     made = parser(__doc__)
     made.add_argument("--trace", default="azure-conv", help="a file, or the name of a generated workload")
     made.add_argument("--loads", type=float, nargs="+", default=[0.7, 1.0, 1.3], metavar="LOAD")
-    made.add_argument("--fairness-loads", type=float, nargs="+", default=[1.3], metavar="LOAD")
     made.add_argument("--capacity", type=int, default=120_000)
     made.add_argument("--max-new", type=int, default=4096)
     made.add_argument("--requests", type=int, default=None, help="default: all of a file")
@@ -111,18 +86,13 @@ def main() -> None:
         FULL_STEPS, capacity=options.capacity, max_new=options.max_new, requests=options.requests
     )
     saturated = saturation(options.trace, config)
-    results: dict = {"settings": settings, "saturation": saturated, "unstated": {}, "fairness": {}}
+    results: dict = {"settings": settings, "saturation": saturated, "unstated": {}}
     for load in options.loads:
-        found = run(POLICIES, options, load, saturated)
+        found = run(options, load, saturated)
         print(f"\n{load} of saturation ({saturated:.2f} requests a second)")
-        print_table(UNSTATED_HEADER, unstated_rows(found))
+        print_table(HEADER, rows_of(found))
         results["unstated"][str(load)] = {name: vars(figures) for name, figures in found.items()}
         save_json("unstated", results, options.out)
-    for load in options.fairness_loads:
-        found = run(FAIRNESS, options, load, saturated)
-        print(f"\n{load} of saturation: the longest waits for a first token, in seconds")
-        print_table(FAIRNESS_HEADER, fairness_rows(found))
-        results["fairness"][str(load)] = {name: vars(figures) for name, figures in found.items()}
     print_json("unstated", results, options.out)
 
 

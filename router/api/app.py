@@ -1,7 +1,6 @@
 """The HTTP application: which path leads to which route, and which error becomes which HTTP status."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -57,8 +56,8 @@ def create_app(
 ) -> FastAPI:
     """Returns the HTTP application over a connected client of the router. `keys`: those of the settings, by
     default made of them. Each function of `take` is given the record of each request that has ended."""
-    keys = keys or keys_of(settings)
-    metrics = ServiceMetrics(settings.model_names[0], lambda: client.latest)
+    keys = keys or ApiKeys(settings.api_key, settings.api_key_file)
+    metrics = ServiceMetrics(settings.served_model_name[0], lambda: client.latest)
     sessions = OpenSessions(client.release_session)
     backend = Backend(client, tokenizer, metrics, sessions, settings.report_cached_tokens)
     grammars = GrammarChecker(tokenizer.directory, lambda: client.ready_info().limits.vocab_size)
@@ -76,7 +75,7 @@ def create_app(
     app.add_middleware(
         Guard,
         keys=keys,
-        metrics_keys=_keys(settings.metrics_keys, settings.metrics_key_file),
+        metrics_keys=ApiKeys(settings.metrics_key, settings.metrics_key_file),
         settings=settings,
     )
     if settings.allowed_origins:
@@ -112,15 +111,6 @@ def create_app(
             openapi_extra=route.described,
         )
     return app
-
-
-def keys_of(settings: ApiSettings) -> ApiKeys:
-    """Returns the keys that let requests in. Raises OSError and InvalidConfig for an unusable file of keys."""
-    return _keys(settings.api_keys, settings.api_key_file)
-
-
-def _keys(given: list[str], file: str | None) -> ApiKeys:
-    return ApiKeys(given, None if file is None else Path(file))
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:

@@ -1,7 +1,7 @@
 """The answers in the OpenAPI document: the statuses that each route has, and the headers and bodies of errors.
 FastAPI describes the requests from their types."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Security
@@ -93,6 +93,6 @@ SESSION = _parameter(SESSION_HEADER, "header", _SESSION, "The session, if the bo
 SESSION_ID = _parameter("session_id", "path", _SESSION)  # which may have slashes
 
 
-def model_parameter(names: list[str]) -> dict[str, Any]:
+def model_parameter(names: Sequence[str]) -> dict[str, Any]:
     """Returns the documentation of the name in /v1/models/{model}, which may have slashes."""
-    return {"parameters": [_parameter("model", "path", {"type": "string", "enum": names})]}
+    return {"parameters": [_parameter("model", "path", {"type": "string", "enum": list(names)})]}

@@ -15,13 +15,14 @@ from starlette.types import ASGIApp, Message
 from lightkv.errors import LightKVError
 from lightkv.router.api.http.guard import WARM_UP
 from lightkv.router.api.http.server import make_server
+from lightkv.router.service.access.key_file import ApiKeys
 from lightkv.router.service.api_settings import ServeSettings
 from lightkv.router.service.child_process import freeze_objects, ignore_signals, map_large_blocks
 from lightkv.router.service.log_stream import write_in_background
 from lightkv.router.service.router_client import RouterClient
 from lightkv.router.text.tokenizer import Tokenizer, UnreadableTokenizer
 
-from .app import create_app, keys_of
+from .app import create_app
 
 NUM_TEXT_THREADS = 2
 _NO_MODEL = "\0"
@@ -37,7 +38,7 @@ async def serve(settings: ServeSettings) -> None:
     UnreadableTokenizer, and OSError for a certificate that cannot be read.
     """
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(NUM_TEXT_THREADS, "text"))
-    keys = keys_of(settings.api)
+    keys = ApiKeys(settings.api.api_key, settings.api.api_key_file)
     if keys.any_limits:
         print("lightkv api: the limits of API keys count from this start on", file=sys.stderr, flush=True)
     client = await RouterClient.connect(Path(settings.router_socket))
@@ -57,7 +58,7 @@ async def serve(settings: ServeSettings) -> None:
     if settings.api.otlp_endpoint is not None:
         from lightkv.router.api.operators.tracing import SpanTracer
 
-        tracer = SpanTracer.to_collector(settings.api.otlp_endpoint, settings.api.model_names[0])
+        tracer = SpanTracer.to_collector(settings.api.otlp_endpoint, settings.api.served_model_name[0])
     app = create_app(client, tokenizer, settings.api, keys, [tracer.record] if tracer is not None else [])
     tokenizer.prepare()  # the worker takes longer to load the model
     await warm_up(app, keys.first)

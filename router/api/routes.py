@@ -46,7 +46,7 @@ def routes_of(
     namespace = [document.NAMESPACE] if settings.cache_namespace == "header" else []
     headers = {"parameters": [*namespace, document.SESSION]}
     session = {"parameters": [*namespace, document.SESSION_ID]}
-    model = document.model_parameter(settings.model_names)
+    model = document.model_parameter(settings.served_model_name)
     generates, converts = document.GENERATES, document.CONVERTS_TEXT
     reset_errors = (*document.WITHOUT_BODY, *document.ASKS_WORKER)
     complete = Completions(desk, prompts).complete

@@ -4,6 +4,7 @@ import math
 from array import array
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
@@ -13,7 +14,7 @@ from lightkv.errors import LightKVError
 from lightkv.layer_groups import ONE_GROUP, LayerGroups
 from lightkv.ledger import Sequence, Session
 from lightkv.ledger.prefix_tree import TOKEN_BYTES, Namespace
-from lightkv.router.sampling_params import MAX_END_IDS, InvalidParams, SamplingParams
+from lightkv.router.sampling_params import MAX_END_IDS, InvalidParams, SamplerKind, SamplingParams
 
 from .step import Limits, PromptLogprobs, ScoredChunk
 
@@ -51,6 +52,7 @@ class InvalidPrompt(LightKVError, ValueError):
     """The prompt is empty, or has token ids that the model does not have."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Request:
     """One prompt on its way to one completion.
 
@@ -58,135 +60,90 @@ class Request:
 
     Attributes:
         prompt_ids, prefill_ids: int32 bytes.
-        stop_ids: sampling one of these tokens ends the request.
         seed: with the position, all that the request's random numbers depend on.
+        stop_ids: sampling one of these tokens ends the request.
         priority: requests with a lower one are admitted sooner.
-        grammar: the id of the compiled grammar of the answer; None leaves it free. `params` has none.
         session: protects the tokens that the request leaves in the cache.
         states_length: whether its client stated `max_tokens`; else this is only the most that may come.
-        boundary: how many tokens of its prompt the next turn of its chat begins with, too; 0 if that is not
-            known. What cannot be cut at each token is kept there.
+        grammar: the id of the compiled grammar of the answer; None leaves it free. `params` has none.
         shows_answer: whether its client gets the answer. Else one token is computed, which needs no room in the
             context.
+        boundary: how many tokens of its prompt the next turn of its chat begins with, too; 0 if that is not
+            known. What cannot be cut at each token is kept there.
+        expected: the output tokens that admission counts the request with, up to `max_tokens`.
         can_be_guaranteed: whether it becomes guaranteed, at once or later; the scheduler sets it.
         is_guaranteed: whether it runs and is never preempted. A request that runs and is not is provisional.
-        rank: the place in the queue by priority and time, which the queue sets.
         ticket: the number of its place in the queue, while it waits.
-        expected: the output tokens that admission counts the request with, up to `max_tokens`.
+        rank: the place in the queue by priority and time, which the queue sets.
         chunk_step: the newest step that computes a part of the prefill.
         finish_reason: None while the request lives, then "stop", "length", "abort", "invalid" or "error".
     """
 
-    __slots__ = (
-        "arrival",
-        "boundary",
-        "cached",
-        "can_be_guaranteed",
-        "chunk_step",
-        "expected",
-        "finish_reason",
-        "grammar",
-        "id",
-        "is_apart",
-        "is_guaranteed",
-        "is_late",
-        "is_repeated",
-        "is_scored",
-        "is_traced",
-        "kind",
-        "lets_pass",
-        "max_tokens",
-        "namespace",
-        "num_computed",
-        "num_hit",
-        "num_new",
-        "num_preemptions",
-        "num_prefill_tokens",
-        "num_prompt",
-        "num_scored",
-        "output",
-        "params",
-        "place",
-        "prefill_ids",
-        "priority",
-        "prompt_ids",
-        "prompt_logprobs",
-        "queued",
-        "rank",
-        "seed",
-        "sequence",
-        "session",
-        "shows_answer",
-        "states_length",
-        "stop_ids",
-        "ticket",
-        "unseen",
-        "waited",
-    )
+    id: str
+    prompt_ids: bytes
+    params: SamplingParams
+    seed: int
+    stop_ids: frozenset[int] = frozenset()
+    namespace: Namespace = ()
+    priority: int = 0
+    session: Session | None = None
+    states_length: bool = True
+    grammar: int | None = None
+    shows_answer: bool = True
+    boundary: int = 0
 
-    def __init__(
-        self,
-        request_id: str,
-        prompt_ids: bytes,
-        params: SamplingParams,
-        seed: int,
-        stop_ids: frozenset[int] = frozenset(),
-        namespace: Namespace = (),
-        priority: int = 0,
-        session: Session | None = None,
-        states_length: bool = True,
-        grammar: int | None = None,
-        shows_answer: bool = True,
-        boundary: int = 0,
-    ) -> None:
-        self.id = request_id
-        self.prompt_ids = prompt_ids
-        self.num_prompt = len(prompt_ids) // TOKEN_BYTES
-        self.prefill_ids = prompt_ids
-        self.num_prefill_tokens = self.num_prompt
-        self.params = params
-        self.kind = params.kind  # `kind` and `max_tokens` are read in every step
-        self.max_tokens = params.max_tokens
-        self.expected = params.max_tokens
-        self.seed = seed
-        self.stop_ids = stop_ids
-        self.grammar = grammar
-        self.is_repeated = False  # does another answer to the same prompt begin with this one?
-        # A prompt whose log-probabilities are asked for is computed in full, so it shares nothing.
-        self.is_scored = params.prompt_logprobs is not None
-        self.is_apart = self.is_scored or params.skip_reading_prefix_cache
-        self.namespace = (*namespace, object()) if self.is_apart else namespace
-        self.priority = priority
-        self.session = None if self.is_apart else session
-        self.states_length = states_length
-        self.shows_answer = shows_answer
-        self.boundary = boundary
-        self.can_be_guaranteed = self.is_guaranteed = False
-        self.ticket: int | None = None
-        self.arrival = 0  # the request's number in the order of arrival; the scheduler sets it
-        self.rank: float = priority
-        # `order` of the head of the queue when the request was admitted; it may have passed the head.
-        self.place: tuple[float, bool, int] = (0.0, False, 0)
-        self.queued = math.inf  # when the request came, in seconds; if it is infinite, the scheduler sets it
-        self.waited = 0.0  # seconds in the queue until it was first admitted
-        self.is_late = False  # has the request waited for so long that others go first?
-        self.output = array("i")
-        self.unseen = array("i")  # what steps in flight sampled after its end, and the next one may have read
-        self.is_traced = True  # are these all of them?
-        self.sequence: Sequence | None = None
-        self.num_hit = 0  # tokens of the prompt found in the cache
-        self.num_preemptions = 0
-        self.num_computed = 0  # tokens that had been computed when the request was last preempted
-        self.finish_reason: str | None = None
-        self.num_scored = (
-            1  # tokens of the prompt with log-probabilities in planned steps; the first has none
-        )
-        self.prompt_logprobs: list[PromptLogprobs] = []  # in the order of the prompt
-        self.cached = not self.is_apart  # do the request's tokens stay in the cache once it has ended?
-        self.chunk_step = -1
-        # Where short prompts pass long ones, the queue sets these:
-        self.num_new = 0  # the tokens of the prefill that were not cached when the request was queued
-        self.lets_pass = 0  # the tokens of others that may still pass it while it is the head
+    num_prompt: int = field(init=False)
+    prefill_ids: bytes = field(init=False)
+    num_prefill_tokens: int = field(init=False)
+    kind: SamplerKind = field(init=False)  # `kind` and `max_tokens` are read in every step
+    max_tokens: int = field(init=False)
+    expected: int = field(init=False)
+    # A prompt whose log-probabilities are asked for is computed in full, so it shares nothing.
+    is_scored: bool = field(init=False)
+    is_apart: bool = field(init=False)
+    is_repeated: bool = field(
+        default=False, init=False
+    )  # does another answer to its prompt begin with this one?
+    cached: bool = field(init=False)  # do the request's tokens stay in the cache once it has ended?
+    can_be_guaranteed: bool = field(default=False, init=False)
+    is_guaranteed: bool = field(default=False, init=False)
+    ticket: int | None = field(default=None, init=False)
+    arrival: int = field(default=0, init=False)  # its number in the order of arrival; the scheduler sets it
+    rank: float = field(init=False)
+    # `order` of the head of the queue when the request was admitted; it may have passed the head.
+    place: tuple[float, bool, int] = field(default=(0.0, False, 0), init=False)
+    # When the request came, in seconds; if it is infinite, the scheduler sets it.
+    queued: float = field(default=math.inf, init=False)
+    waited: float = field(default=0.0, init=False)  # seconds in the queue until it was first admitted
+    is_late: bool = field(default=False, init=False)  # has it waited for so long that others go first?
+    output: array = field(default_factory=lambda: array("i"), init=False)
+    # What steps in flight sampled after its end, and the next one may have read; and whether this is all of it.
+    unseen: array = field(default_factory=lambda: array("i"), init=False)
+    is_traced: bool = field(default=True, init=False)
+    sequence: Sequence | None = field(default=None, init=False)
+    num_hit: int = field(default=0, init=False)  # tokens of the prompt found in the cache
+    num_preemptions: int = field(default=0, init=False)
+    num_computed: int = field(default=0, init=False)  # tokens computed when it was last preempted
+    finish_reason: str | None = field(default=None, init=False)
+    # Tokens of the prompt with log-probabilities in planned steps; the first has none.
+    num_scored: int = field(default=1, init=False)
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list, init=False)  # in the prompt's order
+    chunk_step: int = field(default=-1, init=False)
+    # Where short prompts pass long ones, the queue sets these: the tokens of the prefill that were not cached
+    # when the request was queued, and the tokens of others that may still pass it while it is the head.
+    num_new: int = field(default=0, init=False)
+    lets_pass: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.num_prompt = self.num_prefill_tokens = len(self.prompt_ids) // TOKEN_BYTES
+        self.prefill_ids, self.rank = self.prompt_ids, self.priority
+        self.kind, self.max_tokens = self.params.kind, self.params.max_tokens
+        self.expected = self.max_tokens
+        self.is_scored = self.params.prompt_logprobs is not None
+        self.is_apart = self.is_scored or self.params.skip_reading_prefix_cache
+        self.cached = not self.is_apart
+        if self.is_apart:
+            self.namespace, self.session = (*self.namespace, object()), None
 
     def validate(self, limits: Limits, capacity: int, groups: LayerGroups = ONE_GROUP) -> None:
         """Checks that the request can run in a pool of `capacity` slots, of a model with these layer groups.

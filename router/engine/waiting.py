@@ -123,12 +123,10 @@ class WaitingQueue:
                 request.lets_pass = request.num_new
             heapq.heappush(self._otherwise, (priority, request.num_new, ticket, request))
 
-    def pop(self, request: Request | None = None) -> Request:
-        """Removes one of `nexts`, or the head, and returns it. Raises IndexError where the queue is empty."""
+    def pop(self, request: Request) -> Request:
+        """Removes one of `nexts`, and returns it."""
         head = self.head
-        if head is None:
-            raise IndexError("no request waits")
-        request = request or head
+        assert head is not None
         request.place = head.order
         if request is not head:
             head.lets_pass -= request.num_new

@@ -132,15 +132,13 @@ class StepInputs(NamedTuple):
         """Returns `logits`, and what the plan's `scored` asks for, of at most `at_once` tokens at a time."""
         begins = np.cumsum([0, *plan.counts])
         places, targets, num_tops = [], [], []
-        for part, first, target_ids, num_top in (
-            (one.part, one.first, one.targets, one.num_top) for one in plan.scored
-        ):
-            ids = np.frombuffer(target_ids, np.int32).astype(np.int64)
-            at = begins[part] + first + np.arange(len(ids))
+        for one in plan.scored:
+            ids = np.frombuffer(one.targets, np.int32).astype(np.int64)
+            at = begins[one.part] + one.first + np.arange(len(ids))
             cuts = range(at_once, len(ids), at_once)
             places += np.split(at, cuts)
             targets += np.split(ids, cuts)
-            num_tops.append([num_top] * (len(cuts) + 1))
+            num_tops.append([one.num_top] * (len(cuts) + 1))
         device = parts.memory.device
         uploaded = upload([*places, *targets], device)
         slices, wanted = uploaded[: len(places)], iter(uploaded[len(places) :])

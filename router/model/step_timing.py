@@ -8,9 +8,7 @@ What a start has measured is kept in files beside Triton's compiled kernels, for
 """
 
 import hashlib
-import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -38,6 +36,7 @@ IN_FLIGHT = 2  # the engine has as many on a GPU
 MOST_TIMES, ENOUGH_TIMES, ENOUGH_SECONDS, MOST_SECONDS = 5, 3, 0.05, 0.5
 MOST_STEPS = MOST_TIMES + IN_FLIGHT  # of one shape
 LONGEST_CONTEXT, LONGEST_CHUNK, LATEST_START = 2048, 2048, 8192
+_STEPS = "lightkv-steps.json"
 FIRST_STEP = -(2**31)  # no step of an engine follows one of these: graphs know by the number what is loaded
 
 
@@ -236,36 +235,17 @@ def measured_once(facts: Any, measure: Callable[[], StepTime | None]) -> tuple[S
     """Returns what `measure` returned in this or in an earlier start, and whether it was an earlier one.
 
     `facts`: all that the result depends on beside the GPU and the versions of torch and lightkv, in types that
-    msgspec encodes. Where the file is missing, or holds something else than a result for these facts, this
-    measures and writes it again; where it cannot be written, each start measures.
+    msgspec encodes. Where the file is missing, or holds no result, this measures and writes it again; where it
+    cannot be written, each start measures.
     """
+    from triton.runtime.cache import get_cache_manager  # torch may lack Triton on a CPU
+
     known = {"gpu": torch.cuda.get_device_name(), "torch": str(torch.__version__), "lightkv": __version__}
     key = hashlib.sha256(msgspec.json.encode([known, facts], order="sorted")).hexdigest()
-    path = _folder() / f"steps-{key[:16]}.json"
     with suppress(OSError, msgspec.MsgspecError):
-        found = msgspec.json.decode(path.read_bytes(), type=tuple[str, StepTime | None])
-        if found[0] == key:
-            return found[1], True
+        if (path := get_cache_manager(key).get_file(_STEPS)) is not None:
+            return msgspec.json.decode(Path(path).read_bytes(), type=StepTime | None), True
     result = measure()
     with suppress(OSError):
-        _write(path, msgspec.json.encode((key, result)))
+        get_cache_manager(key).put(msgspec.json.encode(result), _STEPS)
     return result, False
-
-
-def _folder() -> Path:
-    from triton import knobs  # which torch may lack on a CPU
-
-    return Path(knobs.cache.dir, "lightkv")
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Writes a file whole or not at all: another process may read it, or write it too."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    number, temporary = tempfile.mkstemp(dir=path.parent)
-    try:
-        with os.fdopen(number, "wb") as file:
-            file.write(content)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise

@@ -1,8 +1,7 @@
 """The settings with which the launcher starts the API process."""
 
-from dataclasses import asdict, fields
-from pathlib import Path
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -12,17 +11,12 @@ from lightkv.router.service.access.allowed_hosts import HostRule, host_rule
 
 # Connections beyond the queued requests: for running requests, for monitoring, and for answers of 429.
 _MORE_CONNECTIONS = 4096
-_MADE = {"api_key_file", "metrics_key_file", "allowed_origins"}  # of fields by the same name
 
 
-class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of the HTTP application, and its limits for clients. A field that `ServiceConfig` also has
-    is explained there.
+@dataclass(frozen=True, kw_only=True)
+class ApiSettings(ServiceConfig):
+    """The settings of the HTTP application: those of the service, and further limits for clients.
 
-    model_names: the names that requests may use for the model; the first is that of requests without one.
-    api_keys: every route but /health and /ready answers 401 to a request without one of them; an empty list
-        lets every request in.
-    metrics_keys: open /metrics, too, and nothing else.
     max_body_bytes, max_header_bytes: the most bytes of one HTTP request.
     max_unread_bytes: the most bytes of all bodies that are not parsed yet, of which one client's take half;
         further bytes are answered 503.
@@ -35,42 +29,21 @@ class ApiSettings(msgspec.Struct, frozen=True, kw_only=True):
     header_seconds, body_seconds: the time in which headers and body have to arrive.
     write_seconds: the time in which a client has to take some bytes of an answer that waits for it.
     hosts: the values of the header Host that requests may have; None allows all.
-    uses_recommended: whether a request that does not say is sampled as the model's generation_config.json says.
     configuration: what /server_info shows of the service's settings, without secrets.
     """
 
-    model_names: list[str]
-    api_keys: list[str] = []
-    metrics_keys: list[str] = []
-    report_cached_tokens: bool = False
-    cache_namespace: Literal["key", "header"] | None = None
     max_body_bytes: int = 32 * 2**20
     max_unread_bytes: int = 64 * 2**20
     max_open_bytes: int = 256 * 2**20
     max_unsent_bytes: int = 256 * 2**20
     max_header_bytes: int = 64 * 2**10
     max_answers: int = 256
-    allow_priority: bool = False
-    tool_parser: str | None = None
-    reasoning_parser: str | None = None
-    session_ttl: float = 600.0
-    max_queued_requests: int = 4096
     max_connections: int = 8192
     header_seconds: float = 15.0
     body_seconds: float = 60.0
     write_seconds: float = 60.0
-    api_key_file: str | None = None
-    metrics_key_file: str | None = None
     hosts: HostRule | None = None
-    allowed_origins: list[str] = []
-    log_requests: bool = False
-    otlp_endpoint: str | None = None
-    default_max_tokens: int | None = None
-    uses_recommended: bool = True
-    configuration: dict[str, Any] = {}
-    root_path: str = ""
-    timeout_keep_alive: int = 5
-    log_level: str = "warning"
+    configuration: dict[str, Any] = field(default_factory=dict)
 
 
 class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +52,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     model_directory: the directory of the tokenizer. router_socket: path of the router's unix socket.
     listen_fd: a bound socket (TCP or unix) that this process inherits.
     chat_template: the source of a chat template to use in place of the model's own.
-    certfile, keyfile: PEM files, for HTTPS. shutdown_timeout: seconds that open responses have to finish once
+    shutdown_timeout: seconds that open responses have to finish once
         the router has ended.
     """
 
@@ -88,32 +61,18 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     router_socket: str
     listen_fd: int
     chat_template: str | None = None
-    certfile: str | None = None
-    keyfile: str | None = None
     shutdown_timeout: int = 30
 
 
 def api_settings(engine: EngineConfig, service: ServiceConfig, is_local: bool) -> ApiSettings:
     """Returns the settings of the HTTP application for those of a service. `is_local`: only this machine
     reaches it."""
-    same = {field.name for field in fields(service)} & set(ApiSettings.__struct_fields__) - _MADE
     return ApiSettings(
-        model_names=list(service.served_model_name) or [engine.model],
-        api_keys=list(service.api_key),
-        metrics_keys=list(service.metrics_key),
-        api_key_file=_absolute(service.api_key_file),
-        metrics_key_file=_absolute(service.metrics_key_file),
+        **{one.name: getattr(service, one.name) for one in fields(service)},
         max_connections=service.max_queued_requests + _MORE_CONNECTIONS,
         hosts=host_rule(service, is_local),
-        allowed_origins=list(service.allowed_origins),
-        uses_recommended=service.sampling_defaults == "model",
         configuration=shown(engine, service),
-        **{name: getattr(service, name) for name in same},
     )
-
-
-def _absolute(file: str | None) -> str | None:
-    return None if file is None else str(Path(file).absolute())
 
 
 def shown(engine: EngineConfig, service: ServiceConfig) -> dict[str, Any]:

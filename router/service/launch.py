@@ -85,7 +85,7 @@ def serve(engine: EngineConfig, service: ServiceConfig, notes: Console) -> int:
     """
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C, until processes run
     try:
-        with_all_keys(service)
+        check_keys(service)
         _check_certificate(service)
         template = _read_template(service)
         if service.otlp_endpoint is not None:
@@ -108,23 +108,18 @@ def serve(engine: EngineConfig, service: ServiceConfig, notes: Console) -> int:
 # Before anything is loaded
 
 
-def with_all_keys(service: ServiceConfig) -> ServiceConfig:
-    """Returns the settings with the keys of the key file added to the API keys. Raises CannotServe,
-    InvalidConfig."""
-    keys = service.api_key + _keys_in(service.api_key_file)
-    _keys_in(service.metrics_key_file)
-    if service.cache_namespace == "key" and not keys:
+def check_keys(service: ServiceConfig) -> None:
+    """Raises CannotServe for a file of keys that cannot be read, and InvalidConfig for one that has none, or
+    where there has to be a key."""
+    if service.cache_namespace == "key" and not (service.api_key or service.api_key_file):
         raise InvalidConfig(
             "--cache-namespace is 'key', and there is no --api-key; give API keys, or another namespace"
         )
-    return replace(service, api_key=keys, api_key_file=None)
-
-
-def _keys_in(file: str | None) -> tuple[str, ...]:
-    try:
-        return () if file is None else tuple(read_keys(Path(file)))
-    except OSError as error:
-        raise CannotServe(f"the file of keys {file} cannot be read ({error}); give another") from error
+    for file in filter(None, (service.api_key_file, service.metrics_key_file)):
+        try:
+            read_keys(Path(file))
+        except OSError as error:
+            raise CannotServe(f"the file of keys {file} cannot be read ({error}); give another") from error
 
 
 def _read_template(service: ServiceConfig) -> str | None:
@@ -342,8 +337,6 @@ class _Service:
             chat_template=self._template,
             router_socket=self._site.router_socket,
             listen_fd=listener.fileno(),
-            certfile=self._service.ssl_certfile,
-            keyfile=self._service.ssl_keyfile,
             shutdown_timeout=_FLUSH_SECONDS,
         )
         api = await _spawn("api.process", settings, PIPE, (listener.fileno(),))

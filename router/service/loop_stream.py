@@ -30,18 +30,6 @@ class LoopStream(Stream):
 
     MAX_IO_CHUNK = STREAM_CHUNK  # rpyc sends a longer message in three parts
 
-    __slots__ = (
-        "_fd",
-        "_is_over",
-        "_is_watched",
-        "_loop",
-        "_on_end",
-        "_on_message",
-        "_received",
-        "_socket",
-        "_unsent",
-    )
-
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,

@@ -9,13 +9,13 @@ queued.
 torch is imported when the model is loaded, so that a worker whose router dies before that ends at once.
 """
 
-import argparse
 import logging
 import os
 import select
 import socket
+import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import msgspec
@@ -176,7 +176,7 @@ class Worker(rpyc.Service):
         self._is_rank = False
 
     def exposed_start(self, request: bytes) -> bytes:
-        """`WorkerStart` → `RunnerInfo`: loads the model, once."""
+        """`WorkerStart` → `RunnerInfo`: loads the model. Called once."""
         self._slow_work.announce("importing torch")
         return self._answer(_START, request, self._start)
 
@@ -202,9 +202,6 @@ class Worker(rpyc.Service):
         return self._answer(_MAP, request, self._map)
 
     def _start(self, start: WorkerStart) -> Done[RunnerInfo]:
-        if self._runner is not None:
-            raise BadRequest("this worker has loaded its model; start another worker for another model")
-
         import torch
 
         from lightkv.router.model.build import build_runner, join_ranks
@@ -311,27 +308,22 @@ def exit_with_peer(connection: socket.socket) -> None:
     os._exit(0)  # even if the main thread is computing, because the router cannot use the result any more
 
 
-def main(
-    make_worker: Callable[[TextIO, socket.socket], Worker] = Worker, arguments: Sequence[str] | None = None
-) -> None:
+def main(make_worker: Callable[[TextIO, socket.socket], Worker] = Worker) -> None:
     """Serves the router at the other end of an inherited socket until the router ends.
 
-    `arguments`: the command line; None is this process's own.
+    The command line has three inherited descriptors: of a socket for calls, of a pipe for lines of progress,
+    and of a socket for orders of grammars.
     """
-    parser = argparse.ArgumentParser(description="The process that owns the device. The router starts it.")
-    parser.add_argument("--fd", type=int, required=True, help="the inherited end of a socket pair")
-    parser.add_argument("--progress-fd", type=int, required=True, help="a pipe for lines of progress")
-    parser.add_argument("--grammar-fd", type=int, required=True, help="the same, for orders of grammars")
-    args = parser.parse_args(arguments)
+    calls_fd, progress_fd, grammar_fd = map(int, sys.argv[1:])
     end_with_parent()  # also while it is stopped, when `exit_with_peer` does nothing
     ignore_signals()
     write_in_background()
-    for fd in (args.fd, args.progress_fd, args.grammar_fd):
+    for fd in (calls_fd, progress_fd, grammar_fd):
         os.set_inheritable(fd, False)  # a child of this process must not keep them open
-    connection = socket.socket(fileno=args.fd)
+    connection = socket.socket(fileno=calls_fd)
     threading.Thread(target=exit_with_peer, args=(connection,), daemon=True).start()
-    progress = os.fdopen(args.progress_fd, "w", buffering=1, encoding="utf-8")
-    worker = make_worker(progress, socket.socket(fileno=args.grammar_fd))
+    progress = os.fdopen(progress_fd, "w", buffering=1, encoding="utf-8")
+    worker = make_worker(progress, socket.socket(fileno=grammar_fd))
     connect(worker, rpyc.SocketStream(connection), RPYC_CONFIG).serve_all()
     os._exit(0)  # without waiting for torch's threads and libraries
 

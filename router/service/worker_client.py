@@ -96,19 +96,12 @@ class WorkerClient:
         ours, theirs = socket.socketpair()
         self._grammar_socket, grammar_end = socket.socketpair()
         self._progress, progress_end = os.pipe()
-        inherited = {
-            "--fd": theirs.fileno(),
-            "--progress-fd": progress_end,
-            "--grammar-fd": grammar_end.fileno(),
-        }
+        inherited = theirs.fileno(), progress_end, grammar_end.fileno()
         try:
             self._process = subprocess.Popen(
-                [
-                    *(program or command("service.worker")),
-                    *(str(one) for two in inherited.items() for one in two),
-                ],
+                [*(program or command("service.worker")), *map(str, inherited)],
                 stdin=subprocess.DEVNULL,
-                pass_fds=tuple(inherited.values()),
+                pass_fds=inherited,
                 start_new_session=True,  # Ctrl-C in a terminal does not reach it; it ends with the router
             )
         except BaseException:
@@ -152,8 +145,6 @@ class WorkerClient:
 
         Kills the worker on failure. An error that `build_runner` raises becomes a WorkerFailed of that `kind`.
         """
-        if self._remote:
-            raise RuntimeError("this worker was started already; make another client for another worker")
         relay = self._loop.create_task(self._relay(report))
         try:
             await self._wait_for(self._connection.async_request, HANDLE_PING, b"")
@@ -196,14 +187,12 @@ class WorkerClient:
 
     def send_grammar(self, order: Compile | Forget) -> None:
         """Has the worker compile or forget a grammar, beside its steps. One that has ended gets nothing."""
-        if self._grammars is None:
-            raise RuntimeError("a grammar before start")
+        assert self._grammars is not None
         self._grammars.send(order)
 
     async def take_grammar(self) -> Compiled:
         """Returns the next answer to a Compile."""
-        if self._grammars is None:
-            raise RuntimeError("a grammar before start")
+        assert self._grammars is not None
         reason = ""
         try:
             answer = await self._grammars.receive()
@@ -243,10 +232,7 @@ class WorkerClient:
 
         A worker whose answer is not a valid message is killed.
         """
-        method = self._remote.get(verb)
-        if method is None and self.alive:
-            raise RuntimeError(f"{verb} before start")
-        answer = await self._wait_for(method, *map(_encode, request))
+        answer = await self._wait_for(self._remote.get(verb), *map(_encode, request))
         try:
             # Anything but exactly bytes may be a live reference to an object of the worker.
             decoded = decode(decoder, answer if type(answer) is bytes else b"")
@@ -259,8 +245,6 @@ class WorkerClient:
 
     async def _wait_for(self, send: Any, *request: Any) -> Any:
         """Returns the result of `send(*request)`, an rpyc request that does not block."""
-        if self._answer is not None:
-            raise RuntimeError("another call is in flight; await it first")
         if self._died is not None:
             raise self._died
         answer = self._answer = self._loop.create_future()

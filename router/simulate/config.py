@@ -53,6 +53,7 @@ class SimulationConfig:
         "output lengths), watermark (counts prompts only, up to 99 % of the pool), sum (counts prompt + "
         "max_tokens of each request), oracle (reserved, and knows the true length of each answer). Several, as "
         "in timely,watermark, are compared. Default: guaranteed; for contiguous it is sum, the only one.",
+        choices=SIMULATED_ADMISSIONS,
     )
     layers: str = setting(
         "",
@@ -78,17 +79,13 @@ class SimulationConfig:
         "Share of the requests, drawn at random, that state --max-new as their max_tokens. The others state "
         "none: their answers are cut at --max-new all the same, but the scheduler does not know it.",
     )
-    low_priority: Annotated[float, Meta(ge=0, le=1, title="a share")] = setting(
-        0.0,
-        "Share of the requests, drawn at random, that have a priority of 1: one minute of waiting behind the "
-        "others.",
-    )
     requests: Annotated[int, Meta(ge=1)] | None = setting(
         None, "Number of requests; a file that ends is repeated. Default: all of a file, 2000 of a workload."
     )
     time_unit: str | None = setting(
         None,
         f"Unit of the times of a file with Mooncake's names: {', '.join(TIME_UNITS)}. Mooncake's own have ms.",
+        choices=tuple(TIME_UNITS),
     )
     block_tokens: Annotated[int, Meta(ge=1)] = setting(
         BLOCK, "Tokens of a block of hash_ids; Mooncake's have 512."
@@ -139,6 +136,7 @@ class SimulationConfig:
         "Which replica gets a request: round-robin, each in turn; least-tokens, the one that holds and has "
         "waiting the fewest tokens; prefix, the one whose cache has the most of the prompt in blocks of "
         f"{BLOCK_TOKENS}, unless its load is beyond {BUSY_FACTOR} times the least.",
+        choices=tuple(ROUTINGS),
     )
     skip_too_large: bool = setting(False, "Leave out requests that could never fit, instead of stopping.")
     seed: int = setting(0, "Seed of all random numbers: arrivals, a workload's lengths, estimates.")
@@ -146,9 +144,7 @@ class SimulationConfig:
     def __post_init__(self) -> None:
         """Raises InvalidSimulation."""
         page = page_of(self.allocation)
-        if self.admission not in (None, *SIMULATED_ADMISSIONS):
-            known = ", ".join(SIMULATED_ADMISSIONS)
-            raise InvalidSimulation(f"--admission is {self.admission!r}; give one of {known}")
+        require_allowed(self, InvalidSimulation)
         if self.layers and (page != 1 or self.counted in UNIFORM_ADMISSIONS):
             raise InvalidSimulation(
                 f"--layers with --allocation {self.allocation} and --admission {self.counted}: pages, runs and "
@@ -160,16 +156,11 @@ class SimulationConfig:
                 f"--states with --allocation {self.allocation}, which is for models without; leave --states out"
             )
         groups_of(self.layers)
-        if self.routing not in ROUTINGS:
-            raise InvalidSimulation(f"--routing is {self.routing!r}; give one of {', '.join(ROUTINGS)}")
         if not page and self.admission not in (None, "sum"):
             raise InvalidSimulation(
                 f"--admission is {self.admission!r}; a contiguous allocation reserves the prompt and --max-new "
                 "at once, which is sum: leave --admission out"
             )
-        require_allowed(self, InvalidSimulation)
-        if self.time_unit not in (None, *TIME_UNITS):
-            raise InvalidSimulation(f"--time-unit is {self.time_unit!r}; give one of {', '.join(TIME_UNITS)}")
         if self.load is not None and self.rate is not None:
             raise InvalidSimulation("--load and --rate both set the arrival rate; give one")
 

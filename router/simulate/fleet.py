@@ -27,11 +27,9 @@ PROGRESS_EVERY = 100
 # all others are sums. Latencies are those of all requests.
 _GREATEST = (
     "seconds", "loaded_seconds", "peak_held_share", "most_preemptions", "max_running", "max_waiting",
-    "max_overtaken", "large_ttft_max", "low_ttft_max",
 )  # fmt: skip
 _MEAN = (
     "load", "memory_held_share", "memory_used_share", "memory_cached_share", "memory_padding_share",
-    "last_page_waste_share",
 )  # fmt: skip
 
 

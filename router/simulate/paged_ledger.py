@@ -75,11 +75,6 @@ class PagedLedger(PaddedLedger):
         self._next_number = 1
         self._last = (b"", b"")  # the prompt looked up last, and its code
 
-    def slots(self, num_prompt: int, num_output: int) -> int:
-        """Returns the slots of a request's pages, summed over the tokens of its output."""
-        page = self.page
-        return sum([length + -length % page for length in range(num_prompt, num_prompt + num_output)])
-
     def growth(self, sequences: Seq[Sequence], count: int = 1) -> int:
         """Returns the slots of the pages that are needed to extend each of these by `count` tokens."""
         return self._slots_for(sequences, [count] * len(sequences))
@@ -215,10 +210,6 @@ class ContiguousLedger(PaddedLedger):
     def num_available(self) -> int:
         """Tokens that `extend` can allocate: the slots in no run, and those of runs that have no token yet."""
         return self.num_free + self.padding
-
-    def slots(self, num_prompt: int, num_output: int) -> int:
-        """Returns the slots of a request's run, summed over the tokens of its output."""
-        return num_output * (num_prompt + self._max_new - 1)
 
     def growth(self, sequences: Seq[Sequence], count: int = 1) -> int:
         """Returns 0: tokens use the slots of their run."""

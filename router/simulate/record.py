@@ -2,7 +2,6 @@
 
 import math
 from array import array
-from bisect import bisect, insort
 from collections.abc import Sequence
 
 import numpy as np
@@ -91,26 +90,6 @@ class Timeline:
                 column[-1] *= self.width / last if last > 0 else 0.0
             found.append([round(mean, 3) for mean in column])
         return found
-
-
-class Overtaking:
-    """Counts how many of the later requests begin before a request does. Requests are numbered from 1 in the
-    order of their arrival."""
-
-    def __init__(self) -> None:
-        self.most = 0  # of any request so far
-        self._next = 1  # the first request that has not begun
-        self._begun: list[int] = []  # the requests after it that have, ascending
-
-    def begin(self, number: int) -> None:
-        """Notes that a request begins."""
-        self.most = max(self.most, len(self._begun) - bisect(self._begun, number))
-        insort(self._begun, number)
-        num = 0
-        while num < len(self._begun) and self._begun[num] == self._next:
-            num += 1
-            self._next += 1
-        del self._begun[:num]
 
 
 class Means:

@@ -56,7 +56,6 @@ class Figures:
     memory_cached_share: float  # slots of the prefix cache, which no running request holds
     memory_padding_share: float  # held slots without a token, in pages or runs
     peak_held_share: float
-    last_page_waste_share: float  # share of empty slots in a request's pages or run, mean over its decode
     num_preemptions: int
     num_preempted: int  # requests that were preempted at least once
     preempted_share: float
@@ -66,11 +65,7 @@ class Figures:
     mean_waiting: float
     max_running: int
     max_waiting: int
-    num_unstated: int = 0  # requests without max_tokens
     num_preempted_stated: int = 0  # requests with max_tokens that were preempted at least once
-    max_overtaken: int = 0  # the most later requests that got their first token before one did
-    large_ttft_max: float = 0.0  # of requests with a sixteenth of the tokens that fit the pool, or more
-    low_ttft_max: float = 0.0  # of requests with a priority of 1
     num_preempted_guaranteed: int = 0  # requests that were preempted although they were guaranteed
     most_preemptions: int = 0  # of one request
     mean_guaranteed: float = 0.0  # running requests that are never preempted

@@ -29,8 +29,8 @@ from lightkv.router.sampling_params import SamplingParams
 from .admissions import make_simulated
 from .arrivals import Numbered, prompt_ids
 from .config import InvalidSimulation, SimulationConfig, groups_of, page_of
-from .paged_ledger import ContiguousLedger, PaddedLedger, PagedLedger, make_ledger
-from .record import Distribution, Means, Overtaking, Timeline
+from .paged_ledger import PaddedLedger, make_ledger
+from .record import Distribution, Means, Timeline
 from .result import Figures, Series, SimulationResult
 from .timed_engine import DEPTH, END, TimedEngine
 from .trace_files import TraceRequest
@@ -40,7 +40,6 @@ VOCAB_SIZE = 2**31 - 1
 # The most requests in the scheduler's queue. The others wait outside it, where each takes a few numbers, and
 # they pass no request.
 QUEUE = 64
-LARGE_SHARE = 1 / 16  # of the tokens of the longest request that fits the pool; one with as many is large
 
 
 def settings_of(trace: Trace, config: SimulationConfig) -> dict[str, Any]:
@@ -55,12 +54,10 @@ def settings_of(trace: Trace, config: SimulationConfig) -> dict[str, Any]:
 
 @dataclass
 class _Live:
-    """A request that was sent and has not ended. `num_tokens`: those that it will have written in the end.
-    `first`: the time of its first token."""
+    """A request that was sent and has not ended. `first`: the time of its first token."""
 
     arrival: float
     request: Request
-    num_tokens: int
     first: float = 0.0
 
 
@@ -86,7 +83,7 @@ class Simulation:
             admission = replace(admission, patience=config.patience)
         if config.reserve is not None:
             admission = replace(admission, reserve=config.reserve)
-        self._queue = math.inf if admission.patience or config.low_priority else QUEUE
+        self._queue = math.inf if admission.patience else QUEUE
         limits = Limits(
             config.max_num_seqs, longest, config.prefill_chunk, VOCAB_SIZE, itl_target=config.itl_target
         )
@@ -105,18 +102,13 @@ class Simulation:
         self._all_at_start = all_at_start
         self.is_closed = False
         self._live: dict[str, _Live] = {}
-        self._draws = Random(config.seed)  # of which requests state their limit and have which priority
+        self._draws = Random(config.seed)  # of which requests state their limit
 
         self._num_sent = self.num_finished = self._num_skipped = self._num_cut = 0
         self._num_met = self._num_preempted = self._num_prompt = 0
-        self._num_unstated = self._num_preempted_stated = 0
-        self._most_preemptions = 0
+        self._num_preempted_stated = self._most_preemptions = 0
         self._broken: set[str] = set()  # the requests that were preempted although they were guaranteed
-        # Slots of the pages or runs of all requests, summed over their decodes, and those without a token.
-        self._all_slots = self._empty_slots = 0
         self.ttft, self.tpot = Distribution(), Distribution()
-        self._large_ttft_max = self._low_ttft_max = 0.0
-        self._overtaking = Overtaking()
         self.timeline = Timeline(6)
         self._means = Means(7)  # over the time in which requests waited
         self._loaded = True
@@ -205,20 +197,18 @@ class Simulation:
         self._num_prompt += asked.prompt
         ids = prompt_ids(number, asked)
         is_stated = self._draws.random() < config.stated
-        priority = int(self._draws.random() < config.low_priority)
-        self._num_unstated += not is_stated
         if config.admission == "oracle":
             max_new = output
         elif not is_stated:  # it may take all of the pool
             max_new = self._longest + 1 - asked.prompt
         params = SamplingParams(temperature=0.0, max_tokens=max_new)
-        request = Request(str(number), ids, params, number, frozenset({END}), (), priority)
+        request = Request(str(number), ids, params, number, frozenset({END}))
         if config.states and asked.blocks:  # a later prompt can begin with all whole blocks
             request.boundary = asked.prompt // asked.block_tokens * asked.block_tokens
         request.states_length = is_stated
         self.engine.left[number] = [output]
         request.queued = asked.arrival or 0.0
-        self._live[request.id] = _Live(request.queued, request, asked.prompt + output - 1)
+        self._live[request.id] = _Live(request.queued, request)
         self.engine.add(request)
 
     def _take(self, events: Iterable[TokenEvent]) -> None:
@@ -228,29 +218,15 @@ class Simulation:
             if event.num_cached is not None:
                 live = self._live[event.request_id]
                 live.first = now
-                self._begin(live, now - live.arrival)
+                self.ttft.add(now - live.arrival)
             if event.finish_reason is not None:
                 live = self._live.pop(event.request_id)
                 del self.engine.left[live.request.seed]
                 self._finish(live, len(live.request.output))
                 self.num_finished += 1
 
-    def _begin(self, live: _Live, seconds: float) -> None:
-        """Notes the first token of a request, `seconds` after its arrival."""
-        request = live.request
-        self.ttft.add(seconds)
-        self._overtaking.begin(request.arrival + 1)
-        if live.num_tokens >= LARGE_SHARE * self._longest:
-            self._large_ttft_max = max(self._large_ttft_max, seconds)
-        if request.priority:
-            self._low_ttft_max = max(self._low_ttft_max, seconds)
-
     def _finish(self, live: _Live, num_output: int) -> None:
         request, between = live.request, 0.0
-        if isinstance(self.ledger, PagedLedger | ContiguousLedger):
-            slots = self.ledger.slots(request.num_prompt, num_output)
-            self._all_slots += slots
-            self._empty_slots += slots - sum(range(request.num_prompt, request.num_prompt + num_output))
         if num_output > 1:
             between = (self.clock - live.first) / (num_output - 1)
             self.tpot.add(between)
@@ -292,7 +268,6 @@ class Simulation:
             memory_cached_share=shares[2],
             memory_padding_share=shares[3],
             peak_held_share=scheduler.peak_held / capacity,
-            last_page_waste_share=self._empty_slots / max(self._all_slots, 1),
             num_preemptions=scheduler.num_preemptions,
             num_preempted=self._num_preempted,
             preempted_share=self._num_preempted / num if num else 0.0,
@@ -305,11 +280,7 @@ class Simulation:
             mean_guaranteed=means.of(6),
             max_running=self._max_running,
             max_waiting=self._max_waiting,
-            num_unstated=self._num_unstated,
             num_preempted_stated=self._num_preempted_stated,
-            max_overtaken=self._overtaking.most,
-            large_ttft_max=self._large_ttft_max,
-            low_ttft_max=self._low_ttft_max,
         )
         series = Series(self.timeline.width, capacity, *self.timeline.means())
         settings = settings_of(self.trace, config)

@@ -6,7 +6,7 @@ in common. So beams are forks in the cache's tree of prefixes, counted, admitted
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 import numpy as np
@@ -21,7 +21,6 @@ from lightkv.router.sampling_params import (
     check_ranges,
 )
 
-EarlyStopping = bool | Literal["never"]
 MAX_LENGTH_PENALTY = 100.0
 
 
@@ -29,32 +28,20 @@ class BeamParams(msgspec.Struct, frozen=True, kw_only=True):
     """The parameters of a beam search. The fields are checked on creation.
 
     width: how many beams grow side by side.
-    num_returned: how many of the finished ones are returned, the best first; None is all of them.
     max_tokens: the most tokens of a beam.
     length_penalty: a finished beam's score is the sum of its log-probabilities divided by its number of tokens
         to this power, so that more than 0 favours long beams.
-    early_stopping: True ends the search once as many beams have finished as grow. False ends it once no growing
-        beam would be better at its present length, "never" once none could be better at any length.
     ignore_eos: the model's own end tokens do not end a beam.
     """
 
-    width: int = 4
-    num_returned: int | None = None
+    width: Annotated[int, Meta(ge=1, le=MAX_LOGPROBS)] = 4
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_COUNT)] = 256
     length_penalty: Annotated[float, Meta(ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY)] = 1.0
-    early_stopping: EarlyStopping = False
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
         """Raises InvalidParams for a field out of range."""
-        if type(self.width) is not int or not 1 <= self.width <= MAX_LOGPROBS:  # of a request, it is n
-            raise InvalidParams("n", self.width, f"1 to {MAX_LOGPROBS} beams")
         check_ranges(self)
-        returned = self.num_returned
-        if returned is not None and (type(returned) is not int or not 1 <= returned <= self.width):
-            raise InvalidParams("n", returned, f"1 to {self.width}, the number of beams")
-        if type(self.early_stopping) is not bool and self.early_stopping != "never":
-            raise InvalidParams("early_stopping", self.early_stopping, 'true, false or "never"')
 
     def round_params(self, num_ends: int) -> SamplingParams:
         """Returns the parameters of each request of a round, where `num_ends` tokens end a beam.
@@ -63,9 +50,8 @@ class BeamParams(msgspec.Struct, frozen=True, kw_only=True):
         """
         if self.width + num_ends > MAX_LOGPROBS:
             most = MAX_LOGPROBS - num_ends
-            raise InvalidParams(
-                "n", self.width, f"at most {most} beams where {num_ends} tokens end an answer"
-            )
+            allowed = f"at most {most} beams where {num_ends} tokens end an answer"
+            raise InvalidParams("width", self.width, allowed)
         return SamplingParams(max_tokens=1, temperature=0.0, logprobs=self.width + num_ends, ignore_eos=True)
 
 
@@ -87,17 +73,12 @@ class BeamSearch:
         self._params = params
         self._end_ids = end_ids
         self._growing = [Beam([], 0.0, 0.0)]
-        self._finished: list[Beam] = []  # the best first
+        self.finished: list[Beam] = []  # the best first
 
     @property
     def prompts(self) -> list[bytes]:
         """The prompts of the next round's requests, int32 bytes; none once the search has ended."""
         return [self._prompt_ids + np.array(beam.token_ids, np.int32).tobytes() for beam in self._growing]
-
-    @property
-    def best(self) -> list[Beam]:
-        """The finished beams to return, the best first."""
-        return self._finished[: self._params.num_returned]
 
     def take(self, found: Sequence[TokenLogprobs]) -> None:
         """Adds a round: the likeliest tokens after each of `prompts`. Afterwards there are other prompts, or
@@ -116,22 +97,18 @@ class BeamSearch:
             is_end = token in self._end_ids
             beam = Beam(token_ids, logprob, self._score(logprob, length), "stop" if is_end else "length")
             if (is_end or length == most) and rank < width:
-                self._finished.append(beam)
+                self.finished.append(beam)
             if not is_end and len(growing) < width:
                 growing.append(beam)
-        self._finished = sorted(self._finished, key=lambda beam: -beam.score)[:width]
+        self.finished = sorted(self.finished, key=lambda beam: -beam.score)[:width]
         self._growing = growing if length < most and self._may_improve(growing) else []
 
     def _may_improve(self, growing: list[Beam]) -> bool:
-        """Returns whether a growing beam may still come to be among the best finished ones."""
-        params = self._params
-        if len(self._finished) < params.width:
+        """Returns whether there are too few finished beams yet, or a growing one is better at its present
+        length than the worst of them."""
+        if len(self.finished) < self._params.width:
             return True
-        if params.early_stopping is True or not growing:
-            return False
-        longest = params.early_stopping == "never" and params.length_penalty > 0
-        length = params.max_tokens if longest else len(growing[0].token_ids)
-        return self._score(growing[0].logprob, length) > self._finished[-1].score
+        return bool(growing) and growing[0].score > self.finished[-1].score
 
     def _score(self, logprob: float, length: int) -> float:
         return float(logprob / length**self._params.length_penalty)

@@ -184,7 +184,7 @@ def test_a_request_is_sampled_as_the_model_recommends(tmp_path: Path) -> None:
     recommended = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
     for defaults, expected in (("model", recommended), ("openai", {})):
         settings = api_settings(EngineConfig(), ServiceConfig(sampling_defaults=defaults), is_local=True)
-        under_test = service(tmp_path, uses_recommended=settings.uses_recommended)
+        under_test = service(tmp_path, sampling_defaults=settings.sampling_defaults)
         under_test.tokenizer.recommended = recommended
         with under_test.running() as api:
             api.post(CHAT, HELLO | {"max_tokens": 1})

@@ -386,7 +386,7 @@ def test_a_priority_below_0_needs_permission(api: ApiUnderTest, tmp_path: Path) 
         assert error["param"] == "priority"
         assert "--allow-priority" in error["message"]
     assert [submit.priority for submit in api.router.submits] == [7]
-    settings = ApiSettings(model_names=[MODEL], allow_priority=True)
+    settings = ApiSettings(served_model_name=(MODEL,), allow_priority=True)
     with ApiUnderTest(api.tokenizer, tmp_path / "router", settings).running() as allowing:
         allowing.post(COMPLETIONS, {"prompt": "a", "priority": -3})
         assert [submit.priority for submit in allowing.router.submits] == [-3]
@@ -491,6 +491,6 @@ def test_the_requests_before_the_first_one_leave_nothing_behind() -> None:
     tokenizer = Tokenizer(resolve(EngineConfig.model, report=lambda line: None))
     tokenizer.prepare()
     assert tokenizer.encode("Hi").size
-    made = create_app(unused, tokenizer, ApiSettings(model_names=["m"], api_keys=["key"]))
+    made = create_app(unused, tokenizer, ApiSettings(served_model_name=("m",), api_key=("key",)))
     asyncio.run(warm_up(seen, "key"))
     assert statuses == [404, 404]

@@ -89,7 +89,7 @@ def test_the_process_is_not_ready_before_it_knows_that_the_router_is(
 def test_an_error_at_the_start_of_the_process_is_one_line(fresh: ApiUnderTest, tmp_path: Path) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        process = start_api_process(fresh, listener, certfile=str(tmp_path / "none.pem"))
+        process = start_api_process(fresh, listener, {"ssl_certfile": str(tmp_path / "none.pem")})
         assert process.wait(20) == 1
     assert process.stderr is not None
     lines = process.stderr.read().decode().splitlines()

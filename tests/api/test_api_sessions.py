@@ -97,7 +97,7 @@ def test_release_ends_a_session_and_an_unknown_one_is_404(tmp_path: Path) -> Non
 
 
 def test_a_session_belongs_to_the_key_that_opened_it(tmp_path: Path) -> None:
-    with service(tmp_path, api_keys=["one", "two"]).running() as api:
+    with service(tmp_path, api_key=("one", "two")).running() as api:
         name = named(api, headers=bearer("one"), session_id="s")
         assert "one" not in name  # the router never gets an API key
         foreign, unknown = release(api, "s", bearer("two")), release(api, "t", bearer("two"))
@@ -159,7 +159,7 @@ def test_a_refused_request_leaves_no_session_behind(tmp_path: Path) -> None:
 
 
 def test_the_document_has_the_route_and_the_header(tmp_path: Path) -> None:
-    with service(tmp_path, api_keys=["k"]).running() as api:
+    with service(tmp_path, api_key=("k",)).running() as api:
         paths = json.loads(api.send("GET", "/openapi.json", None, bearer("k"))[2])["paths"]
     operation = paths[RELEASE]["post"]
     assert sorted(operation["responses"]) == ["200", "400", "401", "404", "413", "500"]

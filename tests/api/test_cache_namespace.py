@@ -45,8 +45,8 @@ def test_cached_tokens_are_reported_only_if_the_service_is_started_so(
 
 
 def test_each_key_has_its_own_namespace(tmp_path: Path) -> None:
-    keys = ["first-secret", "second-secret"]
-    with service(tmp_path, api_keys=keys, cache_namespace="key").running() as api:
+    keys = ("first-secret", "second-secret")
+    with service(tmp_path, api_key=keys, cache_namespace="key").running() as api:
         assert api.send("POST", COMPLETIONS, PROMPT, bearer("third"))[0] == 401
         headers = [bearer(key) for key in (*keys, keys[0])]
         first, second, again = namespaces(api, headers)
@@ -81,19 +81,19 @@ def test_each_value_of_the_header_has_its_own_namespace(tmp_path: Path) -> None:
 
 
 def test_without_the_setting_keys_share_one_namespace(tmp_path: Path) -> None:
-    with service(tmp_path, api_keys=["a", "b"]).running() as api:
+    with service(tmp_path, api_key=("a", "b")).running() as api:
         assert namespaces(api, [bearer("a"), bearer("b") | {NAMESPACE_HEADER: "x"}]) == [(), ()]
 
 
-def test_the_keys_of_a_file_are_added(tmp_path: Path) -> None:
+def test_a_file_of_keys_is_read_before_anything_starts(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("two\n\n  three \n")
-    config = ServiceConfig(api_key=("one",), api_key_file=str(file), cache_namespace="key")
-    assert launch.with_all_keys(config).api_key == ("one", "two", "three")
+    config = ServiceConfig(api_key_file=str(file), cache_namespace="key")
+    launch.check_keys(config)
     file.write_text("\n")
     with pytest.raises(InvalidConfig, match="holds no key"):
-        launch.with_all_keys(config)
+        launch.check_keys(config)
     with pytest.raises(launch.CannotServe, match="cannot be read"):
-        launch.with_all_keys(ServiceConfig(api_key_file=str(tmp_path / "none")))
+        launch.check_keys(ServiceConfig(api_key_file=str(tmp_path / "none")))
     with pytest.raises(InvalidConfig, match="there is no --api-key"):
-        launch.with_all_keys(ServiceConfig(cache_namespace="key"))
+        launch.check_keys(ServiceConfig(cache_namespace="key"))

@@ -109,7 +109,7 @@ def anonymous(context: ssl.SSLContext) -> ssl.SSLContext:
 def serving(tls: bool = False, listener: socket.socket | None = None, **limits: Any) -> Iterator[Serving]:
     listener = listener or socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    api = ApiSettings(model_names=["m"], **{"max_body_bytes": MAX_BODY, **limits})
+    api = ApiSettings(served_model_name=("m",), **{"max_body_bytes": MAX_BODY, **limits})
     application = Application()
     settings = ServeSettings(
         api=api, model_directory="", router_socket="", listen_fd=listener.fileno(), shutdown_timeout=5

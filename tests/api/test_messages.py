@@ -419,7 +419,7 @@ def test_a_stream_that_fails_ends_in_an_error(api: ApiUnderTest, reason: str, er
 
 
 def test_either_header_has_the_key(tmp_path: Path) -> None:
-    with service(tmp_path, api_keys=[API_KEY]).running() as api:
+    with service(tmp_path, api_key=(API_KEY,)).running() as api:
         for headers in (
             {"x-api-key": API_KEY},
             {"Authorization": f"Bearer {API_KEY}"},

@@ -46,7 +46,7 @@ STATUSES = {
 
 @pytest.fixture(scope="module")
 def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiUnderTest]:
-    with service(tmp_path_factory.mktemp("api"), api_keys=[API_KEY]).running() as under_test:
+    with service(tmp_path_factory.mktemp("api"), api_key=(API_KEY,)).running() as under_test:
         yield under_test
 
 

@@ -44,9 +44,9 @@ KEY = {"Authorization": "Bearer k"}
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiUnderTest]:
     settings: dict[str, Any] = {
-        "api_keys": ["k"],
+        "api_key": ("k",),
         "log_requests": True,
-        "allowed_origins": [ORIGIN],
+        "allowed_origins": (ORIGIN,),
         "default_max_tokens": 3,
         "configuration": {"port": 8000},
     }
@@ -251,7 +251,7 @@ def test_the_keys_of_a_file_have_names_and_are_read_again(
 ) -> None:
     file, now = tmp_path / "keys", 0.0
     file.write_text("# ours\nalice key-a\nkey-b\n\n")
-    keys = ApiKeys(["given"], file, lambda: now)
+    keys = ApiKeys(["given"], str(file), lambda: now)
     assert keys.any
     assert keys.find(b"key-a") == b"key-a"
     assert [keys.name(key) for key in (b"key-a", b"key-b", b"given", b"none")] == [
@@ -305,15 +305,15 @@ def test_a_pipe_or_a_device_as_the_file_of_keys_is_refused_unread(tmp_path: Path
     os.mkfifo(tmp_path / "fifo")
     for path in (tmp_path / "fifo", Path("/dev/zero"), Path("/dev/null")):
         with pytest.raises(InvalidConfig, match=f"the file of keys {path} is not a regular file"):
-            launch.with_all_keys(ServiceConfig(api_key_file=str(path)))
+            launch.check_keys(ServiceConfig(api_key_file=str(path)))
     with pytest.raises(launch.CannotServe, match="directory"):
-        launch.with_all_keys(ServiceConfig(api_key_file=str(tmp_path)))
+        launch.check_keys(ServiceConfig(api_key_file=str(tmp_path)))
 
 
 def test_a_pipe_in_the_place_of_a_running_services_keys_changes_nothing(tmp_path: Path) -> None:
     file, now = tmp_path / "keys", 0.0
     file.write_text("old\n")
-    keys = ApiKeys([], file, lambda: now)
+    keys = ApiKeys([], str(file), lambda: now)
     file.unlink()
     os.mkfifo(file)
     now = 2.0
@@ -474,7 +474,7 @@ def test_a_service_gives_its_records_to_the_tracer(tmp_path: Path) -> None:
 
 
 def test_a_path_of_a_proxy_is_taken_away_wherever_it_stands(tmp_path: Path) -> None:
-    with service(tmp_path, api_keys=["k"], metrics_keys=["m"], root_path="/llm").running() as api:
+    with service(tmp_path, api_key=("k",), metrics_key=("m",), root_path="/llm").running() as api:
         for prefix in ("", "/llm"):
             assert api.send("GET", f"{prefix}/health")[0] == 200
             assert api.send("GET", f"{prefix}/v1/models")[0] == 401

@@ -314,8 +314,8 @@ def test_adversarial_grammars_are_refused_and_streams_go_on(api: ApiUnderTest) -
 
 def test_the_router_gets_the_hash_of_the_key_with_a_grammar(tmp_path: Path) -> None:
     """By it the keys take turns, from whatever address; a request without a grammar needs none."""
-    keys = ["first-secret", "second-secret"]
-    with service(tmp_path, api_keys=keys).running() as api:
+    keys = ("first-secret", "second-secret")
+    with service(tmp_path, api_key=keys).running() as api:
         for key in (*keys, keys[0]):
             for path in (COMPLETIONS, CHAT):
                 sent = body(path, {"structured_outputs": {"regex": "a"}})

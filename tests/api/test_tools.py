@@ -445,7 +445,7 @@ def test_parsers_can_be_switched_off(services: dict[str, ApiUnderTest]) -> None:
 
 def test_an_answer_that_follows_a_grammar_is_content(qwen: ApiUnderTest) -> None:
     """Such an answer has no reasoning, and may have calls where there are tools."""
-    settings = ApiSettings(model_names=[MODEL])
+    settings = ApiSettings(served_model_name=(MODEL,))
     dialect = ChatDialect(qwen.tokenizer, settings)
     body = ChatRequest.model_validate({"messages": HELLO, "tools": [WEATHER]})
     chat = body.chat()
@@ -705,7 +705,7 @@ def test_what_cannot_be_compiled_is_named(qwen: ApiUnderTest) -> None:
 
 
 def test_more_tools_than_a_grammar_holds_are_refused(qwen: ApiUnderTest) -> None:
-    dialect = ChatDialect(qwen.tokenizer, ApiSettings(model_names=[MODEL]))
+    dialect = ChatDialect(qwen.tokenizer, ApiSettings(served_model_name=(MODEL,)))
     parameters = {"type": "object", "properties": {"a" * 1000: {"type": "string"}}}
     use = ToolUse([Function(name=f"f{i}", parameters=parameters) for i in range(300)])
     assert dialect.grammar(use, None) is None

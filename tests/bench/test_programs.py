@@ -316,7 +316,7 @@ def test_admission_rules(bench: Bench) -> None:
 @pytest.mark.slow
 def test_unstated(bench: Bench) -> None:
     sizes = ("--trace", "chat", "--requests", 60, "--capacity", 8000, "--max-new", 2000)
-    found = bench.run("bench.trace.unstated", *sizes, "--loads", 1.3, "--fairness-loads", 1.3)
+    found = bench.run("bench.trace.unstated", *sizes, "--loads", 1.3)
     assert all(own["num_finished"] == 60 for own in found["unstated"]["1.3"].values())
 
 

@@ -45,7 +45,7 @@ def run(
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiUnderTest]:
     with service(
-        tmp_path_factory.mktemp("api"), api_keys=[API_KEY], report_cached_tokens=True
+        tmp_path_factory.mktemp("api"), api_key=(API_KEY,), report_cached_tokens=True
     ).running() as under_test:
         yield under_test
 

@@ -367,7 +367,7 @@ def test_the_dialect_of_a_template_for_tools(directory: Path) -> None:
     hermes = "{{ tools }}<tool_call>\n{'name': …}\n</tool_call>"
     named = [NAMED[0], {"name": "tool_use", "template": hermes}]
     edit(directory / "tokenizer_config.json", chat_template=named)
-    dialect = ChatDialect(Tokenizer(directory), ApiSettings(model_names=["m"]))
+    dialect = ChatDialect(Tokenizer(directory), ApiSettings(served_model_name=("m",)))
     use = ToolUse([Function(name="look", parameters={"type": "object"}, strict=None)])
     told = dialect.prepared(Chat(CHAT), use)
     assert [tool["function"]["name"] for tool in told.tools or ()] == ["look"]

@@ -231,7 +231,7 @@ def test_the_limits_of_a_file_are_read_and_a_key_may_look_like_one(tmp_path: Pat
     assert found["k2"].limits == KeyLimits(max_parallel_requests=4)
     assert found["bob"].limits == KeyLimits(rpm=5)  # the key bob
     assert found["rpm=7"].limits == KeyLimits()  # of one word, it is a key
-    keys = ApiKeys(["given"], file)
+    keys = ApiKeys(["given"], str(file))
     assert keys.any_limits
     assert keys.limits(b"k1") == KeyLimits(60, 1000)
     assert keys.limits(b"given") == KeyLimits()

@@ -14,7 +14,7 @@ import torch
 from rpyc.core import consts
 
 from lightkv.router import EngineConfig
-from lightkv.router.engine.step import Captured, RunnerInfo, StepPlan, StepResult
+from lightkv.router.engine.step import Captured, StepPlan, StepResult
 from lightkv.router.model.build import build_runner
 from lightkv.router.model.runner import ModelRunner
 from lightkv.router.sampling_params import SamplerKind
@@ -245,16 +245,6 @@ def test_a_step_before_the_model_is_loaded_is_refused(worker: Worker) -> None:
     for answer in (worker.exposed_step(sent(bare_plan(0))), worker.exposed_flush()):
         error = msgspec.msgpack.decode(answer, type=WorkerError)
         assert (error.kind, error.message) == ("BadRequest", "the model is not loaded; call start first")
-
-
-def test_the_model_is_loaded_once(config: EngineConfig) -> None:
-    worker = Worker(io.StringIO())
-    request = msgspec.msgpack.encode(WorkerStart(config))
-    info = msgspec.msgpack.decode(worker.exposed_start(request), type=Done[RunnerInfo]).result
-    assert info.capacity == 300
-    error = msgspec.msgpack.decode(worker.exposed_start(request), type=WorkerError)
-    assert (error.kind, error.fatal) == ("BadRequest", False)
-    assert msgspec.msgpack.decode(worker.exposed_flush(), type=Done[None]) == Done(None)
 
 
 def test_slow_work_is_announced_in_lines_and_its_end_by_an_empty_line(

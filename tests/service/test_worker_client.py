@@ -81,13 +81,6 @@ async def test_a_worker_has_the_results_of_a_runner_in_process_and_gets_large_pl
     assert_same(results[1:-1], recording.results)
     await client.check(recording.edits, recording.holding)
 
-    with pytest.raises(RuntimeError, match="was started already"):
-        await client.start(config, lines.append)
-    flushing = asyncio.ensure_future(client.flush())
-    await asyncio.sleep(0)
-    with pytest.raises(RuntimeError, match="another call is in flight"):
-        await client.flush()
-    assert await flushing is None
     assert client.alive
 
     os.kill(client.pid, signal.SIGKILL)

@@ -58,7 +58,7 @@ def fleet_of(trace_name: str, config: SimulationConfig) -> tuple[list[Simulation
         {"routing": "round-robin"},
         {"rate": math.inf},
         {"rate": 40.0, "allocation": "paged:32", "admission": "watermark"},
-        {"stated": 0.5, "low_priority": 0.3, "rate": 30.0, "capacity": 6000, "routing": "least-tokens"},
+        {"stated": 0.5, "rate": 30.0, "capacity": 6000, "routing": "least-tokens"},
     ],
 )
 def test_a_fleet_of_one_has_the_figures_of_a_single_engine(trace: str, other: dict[str, float | str]) -> None:
@@ -109,7 +109,7 @@ def test_counts_of_all_ledgers_are_exact_and_figures_are_sums(trace: str, routin
 
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_a_seed_gives_the_same_bytes(trace: str, routing: str) -> None:
-    config = replace(SMALL, replicas=3, routing=routing, low_priority=0.2, requests=20)
+    config = replace(SMALL, replicas=3, routing=routing, requests=20)
     first = simulate(trace, config)
     assert first.to_json() == simulate(trace, config).to_json()
     assert msgspec.json.decode(first.to_json(), type=SimulationResult) == first

@@ -16,10 +16,10 @@ def test_what_is_promised_stands_beside_what_is_held(
     result = found["token timely"]
     assert max(result.series.promised) > 0
     assert max(result.series.promised) <= result.series.capacity
-    labels = Parsed(memory("Memory", result, result.series).svg).text["text"]
+    labels = Parsed(memory(result).svg).text["text"]
     assert {"used", "held", "promised to guaranteed requests", "capacity"} <= set(labels)
     assert not any(one.series.promised)  # a watermark promises nothing
-    assert "promised to guaranteed requests" not in Parsed(memory("Memory", one, one.series).svg).text["text"]
+    assert "promised to guaranteed requests" not in Parsed(memory(one).svg).text["text"]
 
 
 def test_an_interval_is_drawn_at_its_mean_and_the_last_one_to_its_end() -> None:
@@ -27,7 +27,7 @@ def test_an_interval_is_drawn_at_its_mean_and_the_last_one_to_its_end() -> None:
     series = Series(2.0, 10, [5.0, 1.0], [0.0, 0.0], [0.0, 0.0], [1.0, 1.0], [0.0, 0.0], [0.0, 0.0])
     result = nothing()
     result = replace(result, series=series, figures=replace(result.figures, seconds=3.0))
-    drawn = [path for path in Parsed(memory("Memory", result, series).svg).of("path") if "clip-path" in path]
+    drawn = [path for path in Parsed(memory(result).svg).of("path") if "clip-path" in path]
     (held,) = [path for path in drawn if "fill: none" in path["style"] and "miter" in path["style"]]
     (capacity,) = [path for path in drawn if "dasharray" in path["style"]]
     _, (x0, y5), (x1, _), (_, y1), (x2, _), _ = points_of(held)

@@ -19,12 +19,11 @@ from lightkv.router.engine.step_time import StepTime, Work
 from lightkv.router.simulate import simulation, simulator
 from lightkv.router.simulate.config import (
     ALLOCATIONS,
-    PAGE_SIZES,
     SIMULATED_ADMISSIONS,
     InvalidSimulation,
     SimulationConfig,
 )
-from lightkv.router.simulate.record import Distribution, Overtaking, Timeline
+from lightkv.router.simulate.record import Distribution, Timeline
 from lightkv.router.simulate.report.tables import summary
 from lightkv.router.simulate.result import SERIES_POINTS, Figures, SimulationResult
 from lightkv.router.simulate.simulator import saturation, simulate
@@ -85,19 +84,6 @@ def test_the_device_waits_for_the_host_where_no_step_is_in_flight(trace: str) ->
     assert num_waits > num_preemptions / 2 > 2  # one wait may be for several
 
 
-@pytest.mark.parametrize("page", [PAGE_SIZES[0], *slow(*PAGE_SIZES[1:-1]), PAGE_SIZES[-1]])
-def test_last_pages_are_as_empty_as_by_brute_force(trace: str, page: int) -> None:
-    config = replace(SMALL, allocation=f"paged:{page}", admission="oracle", capacity=20_000)
-    empty = slots = 0
-    for request in simulator.open_trace(trace):
-        for length in range(request.prompt, request.prompt + request.output):
-            empty += -length % page
-            slots += length + -length % page
-    found = simulate(trace, config).figures
-    assert found.last_page_waste_share == pytest.approx(empty / slots, abs=1e-12)
-    assert simulate(trace, replace(config, allocation="token")).figures.last_page_waste_share == 0
-
-
 @each_value(seed=range(3), allocation=["token", "contiguous", "paged:16", *slow(*ALLOCATIONS[3:])])
 def test_guaranteed_requests_are_never_preempted(tmp_path: Path, seed: int, allocation: str) -> None:
     """`simulate` recounts everything at its end."""
@@ -136,11 +122,10 @@ def test_requests_without_a_limit_are_estimated(
 ) -> None:
     """None with a limit is preempted, and the pool is fuller than if all have one."""
     name = write_trace(tmp_path / "trace.csv", 5, num=120, gap=0.04)
-    config = replace(SMALL, allocation=allocation, patience=patience, low_priority=0.3, reserve=0.0)
+    config = replace(SMALL, allocation=allocation, patience=patience, reserve=0.0)
     config = replace(config, admission="reserved")
     figures = simulate(name, replace(config, stated=stated)).figures
     assert (figures.num_finished, figures.num_preempted_stated) == (120, 0)
-    assert figures.num_unstated == 120 if not stated else 30 < figures.num_unstated < 90
     assert stated or figures.num_preemptions > 0
     assert figures.memory_used_share > simulate(name, config).figures.memory_used_share
 
@@ -273,18 +258,6 @@ def test_a_result_comes_back_from_its_json(trace: str) -> None:
     assert list(result.ttft.seconds) == sorted(result.ttft.seconds)
 
 
-def test_waiting_is_told_apart_by_size_and_priority(trace: str) -> None:
-    in_order = replace(SMALL, itl_target=0.0)
-    first_come = simulate(trace, in_order).figures
-    assert (first_come.max_overtaken, first_come.low_ttft_max) == (0, 0.0)
-    assert 0 < first_come.large_ttft_max <= first_come.ttft_max
-    shorter_pass = simulate(trace, SMALL).figures
-    assert 0 < shorter_pass.max_overtaken < 150
-    figures = simulate(trace, replace(in_order, low_priority=0.2)).figures
-    assert 0 < figures.max_overtaken < 150
-    assert figures.low_ttft_max == figures.ttft_max > first_come.ttft_max
-
-
 def test_few_requests_are_held_however_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     most = 0
 
@@ -314,18 +287,6 @@ def test_quantiles_and_mean_are_exact() -> None:
     found = distribution.summary("x")
     assert found == {"x_mean": 500.5 / 8, "x_p50": 62.5, "x_p90": 112.5, "x_p99": 123.75, "x_max": 125.0}
     assert Distribution().quantiles((0.5, 1.0)) == [0.0, 0.0]
-
-
-def test_overtaking_is_counted_as_by_brute_force() -> None:
-    rng = random.Random(0)
-    for _ in range(50):
-        order = sorted(range(1, 41), key=lambda number: number + rng.uniform(0, 20))
-        counted = Overtaking()
-        most = 0
-        for i, number in enumerate(order):
-            counted.begin(number)
-            most = max(most, sum(before > number for before in order[:i]))
-            assert counted.most == most
 
 
 @pytest.mark.parametrize("longest", [0.1, *slow(30.0)])
@@ -362,7 +323,7 @@ def test_the_last_line_has_every_figure(tmp_path: Path) -> None:
     line = msgspec.json.decode(printed.splitlines()[-1])
     result = msgspec.json.decode(out.read_bytes(), type=SimulationResult)
     assert line == {**result.settings, **msgspec.to_builtins(result.figures)}
-    assert {"last_page_waste_share", "memory_used_share", "num_preemptions", "goodput"} <= line.keys()
+    assert {"memory_padding_share", "memory_used_share", "num_preemptions", "goodput"} <= line.keys()
     assert "10 requests in" in notes
     again = run("chat", "--requests", "10", "--rate", "5")
     assert again[1] == printed
@@ -380,7 +341,6 @@ def test_the_last_line_has_every_figure(tmp_path: Path) -> None:
         (["--capacity", "0"], "give a whole number of at least 1"),
         (["--reserve", "1"], "give a share of at least 0 and below 1"),
         (["--stated", "1.5"], "--stated is 1.5; give a share from 0 to 1"),
-        (["--low-priority", "-1"], "give a share from 0 to 1"),
         (["--step-time", "base=x"], "names being base"),
         (["--step-time", "per_kv=1e-9"], "base is 0 seconds"),
         (["--step-time", "nothing.json"], "nothing.json"),

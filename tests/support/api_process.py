@@ -24,7 +24,7 @@ def start_api_process(
     """
     os.set_inheritable(listener.fileno(), True)
     serve_settings = ServeSettings(
-        api=ApiSettings(model_names=[MODEL], **(limits or {})),
+        api=ApiSettings(served_model_name=(MODEL,), **(limits or {})),
         model_directory=str(resolve(EngineConfig.model, report=lambda line: None)),
         router_socket=str(api.router_socket),
         listen_fd=listener.fileno(),

@@ -406,7 +406,7 @@ def service(directory: Path, **settings: Any) -> ApiUnderTest:
     """Returns a service with the default model's tokenizer which answers TEXT repeatedly. `settings`: fields of
     ApiSettings."""
     usual: dict[str, Any] = {"max_body_bytes": 200_000, "max_answers": 16}
-    limits = ApiSettings(model_names=[MODEL, "alias/of-it"], **usual | settings)
+    limits = ApiSettings(served_model_name=(MODEL, "alias/of-it"), **usual | settings)
     tokenizer = copy(default_tokenizer())
     tokenizer.__dict__.pop("_template", None)  # compiled; a test may give it another source
     return ApiUnderTest(tokenizer, directory / "router", limits)
@@ -414,7 +414,7 @@ def service(directory: Path, **settings: Any) -> ApiUnderTest:
 
 def idle(api: ApiUnderTest) -> ApiUnderTest:
     """Returns the same service as if it had just started, except for its metrics."""
-    wait_until(lambda: api.client.num_open == 0 and api.router.num_running == 0)
+    wait_until(lambda: not api.client._answers and api.router.num_running == 0)
     api.call(lambda: api.router.report("ready"))
     wait_until(lambda: api.client.status.load == IDLE and api.client.status.state == "ready")
     api.router.reset(api.tokenizer.encode(TEXT).tolist())

@@ -155,7 +155,7 @@ def scripted_service(script: Script, tokenizer: Path) -> Iterator[ScriptedServic
                     raise ChildProcessError(f"the router ended with code {router.returncode}")
                 time.sleep(0.01)
             settings = ServeSettings(
-                api=ApiSettings(model_names=[MODEL]),
+                api=ApiSettings(served_model_name=(MODEL,)),
                 model_directory=str(tokenizer),
                 router_socket=str(path),
                 listen_fd=listener.fileno(),
@@ -187,7 +187,8 @@ def main() -> None:
     role, *rest = sys.argv[1:]
     if role == "worker":
         ScriptedWorker.script = msgspec.json.decode(rest[0], type=Script)
-        worker.main(ScriptedWorker, rest[1:])
+        sys.argv = rest
+        worker.main(ScriptedWorker)
         return
     path, script = rest
     program = [sys.executable, "-m", "tests.support.scripted_service", "worker", script]

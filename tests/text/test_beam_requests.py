@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lightkv.router import LLM, BeamParams, EngineConfig
 from lightkv.router.sampling_params import InvalidParams
-from tests.support.combinations import each_value
 from tests.support.served import save_tiny_model
 
 
@@ -36,10 +35,8 @@ def llm(shared: LLM) -> Iterator[LLM]:
     assert shared.stats().held == 0
 
 
-@each_value(length_penalty=[1.0, 0.0, 2.5, -1.0], early_stopping=[False, True, "never"])
-def test_beams_are_those_of_transformers(
-    llm: LLM, reference: PreTrainedModel, length_penalty: float, early_stopping: Any
-) -> None:
+@pytest.mark.parametrize("length_penalty", [1.0, 0.0, 2.5, -1.0])
+def test_beams_are_those_of_transformers(llm: LLM, reference: PreTrainedModel, length_penalty: float) -> None:
     """The tokens that end a beam are likely ones of this random model, so that beams end at many lengths."""
     prompts = [[7, 8, 9, 10 + i] for i in range(2)]
     width, most = 4, 8
@@ -49,12 +46,7 @@ def test_beams_are_those_of_transformers(
     llm.tokenizer.eos_ids = frozenset({end})
     found = llm.beam_search(
         prompts,
-        BeamParams(
-            width=width,
-            max_tokens=most,
-            length_penalty=length_penalty,
-            early_stopping=early_stopping,
-        ),
+        BeamParams(width=width, max_tokens=most, length_penalty=length_penalty),
     )
     for prompt, beams in zip(prompts, found, strict=True):
         expected = reference.generate(
@@ -64,7 +56,6 @@ def test_beams_are_those_of_transformers(
             num_return_sequences=width,
             do_sample=False,
             length_penalty=length_penalty,
-            early_stopping=early_stopping,
             eos_token_id=end,
             pad_token_id=0,
             output_scores=True,
@@ -99,12 +90,9 @@ def test_a_width_of_one_is_greedy(llm: LLM) -> None:
         {"width": 0},
         {"width": 21},
         {"width": True},
-        {"num_returned": 5},
         {"max_tokens": 0},
         {"length_penalty": float("nan")},
         {"length_penalty": "1"},
-        {"early_stopping": "always"},
-        {"early_stopping": 1},
     ],
     ids=str,
 )

@@ -24,7 +24,7 @@ from lightkv.router.text.tokenizer import Tokenizer
 from tests.support.byte_model import VOCABULARY, save_model_of_family
 from tests.support.chat_templates import TEMPLATES
 
-SETTINGS = ApiSettings(model_names=["m"])
+SETTINGS = ApiSettings(served_model_name=("m",))
 NUM_TURNS = 10
 WHERE = {
     "type": "object",

@@ -147,8 +147,8 @@ def make_server(app: ASGIApp, settings: ServeSettings) -> uvicorn.Server:
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=settings.shutdown_timeout,
-        ssl_certfile=settings.certfile,
-        ssl_keyfile=settings.keyfile,
+        ssl_certfile=limits.ssl_certfile,
+        ssl_keyfile=limits.ssl_keyfile,
     )
     config.load()
     max_refused = min(MAX_REFUSED, num_descriptors // 16)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
+import msgspec
 from fastapi import Request
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError
@@ -185,7 +186,7 @@ class Chats:
             form = form._replace(shown_ids=reading.shown_ids, new_reader=reading.new_reader)
         extras = replace(accepted.extras, prompts=prompts)
         writer = ChatWriter(accepted.model, self._prompts.tokenizer, reading, extras)
-        spec = replace(
+        spec = msgspec.structs.replace(
             accepted.spec,
             prompts=prompts,
             boundary=boundary,

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Annotated, ClassVar
 
+import msgspec
 from fastapi import Request
 from pydantic import Field
 from starlette.responses import Response
@@ -111,7 +112,7 @@ class Completions:
                 else:
                     echoed.append(Echo(await self._prompts.closed_text_of(prompt_ids), has_special=True))
         prompts = [prompt_ids.tobytes() for prompt_ids in made]
-        spec = replace(
+        spec = msgspec.structs.replace(
             accepted.spec,
             prompts=prompts,
             form=AnswerForm(continues=True, is_echoed=body.echo is True),

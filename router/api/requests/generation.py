@@ -6,11 +6,12 @@ are renamed or refused (`refused.py`); unknown fields are ignored. `SamplingPara
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from fastapi import Request
+from msgspec.structs import replace
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from starlette.responses import Response
 
@@ -393,7 +394,7 @@ class Desk:
     @property
     def sampling_defaults(self) -> Mapping[str, Any]:
         """The sampling parameters of a request that does not say, by name, where they are not OpenAI's."""
-        return self.backend.tokenizer.recommended if self.settings.uses_recommended else {}
+        return self.backend.tokenizer.recommended if self.settings.sampling_defaults == "model" else {}
 
     @property
     def max_model_len(self) -> int:
@@ -403,7 +404,7 @@ class Desk:
 
     def model(self, name: str | None) -> str:
         """Returns the name of the requested model, by default the first. Raises UnknownModel."""
-        known = self.settings.model_names
+        known = self.settings.served_model_name
         if name is None:
             return known[0]
         if name not in known:

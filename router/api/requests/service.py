@@ -35,7 +35,7 @@ class ServiceRoutes:
 
     async def models(self) -> Response:
         """GET /v1/models: return the names that requests may use for the model."""
-        models = [self._described(name) for name in self._settings.model_names]
+        models = [self._described(name) for name in self._settings.served_model_name]
         return json_response({"object": "list", "data": models})
 
     async def one_model(self, request: Request) -> Response:

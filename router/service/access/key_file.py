@@ -97,14 +97,14 @@ class ApiKeys:
     """
 
     def __init__(
-        self, given: Sequence[str], file: Path | None = None, clock: Callable[[], float] = time.monotonic
+        self, given: Sequence[str], file: str | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._given = {key: NamedKey(name_of_key(key)) for key in given}
-        self._file = file
+        self._file = None if file is None else Path(file)
         self._clock = clock
         self._checked = clock()
         self._stamp = self._stamp_of_file()
-        self._set(read_keys(file) if file is not None else {})
+        self._set(read_keys(self._file) if self._file is not None else {})
 
     @property
     def any(self) -> bool:

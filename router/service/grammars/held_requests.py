@@ -70,8 +70,7 @@ class HeldRequests:
         held then.
         """
         grammar = submit.params.grammar
-        if grammar is None:
-            raise ValueError("the submission has no grammar; add its requests to the engine")
+        assert grammar is not None
         scheduler, now = engine.scheduler, time.monotonic()
         for request in requests:
             request.validate(scheduler.limits, scheduler.ledger.capacity, scheduler.ledger.groups)

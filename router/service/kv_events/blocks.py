@@ -19,6 +19,7 @@ of its own, and its first blocks carry that as an extra key, where vLLM has a re
 import hashlib
 import secrets
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -55,19 +56,17 @@ class _Root:
             self.seed, self.key = hashed.digest(), hashed.hexdigest()[:32]
 
 
+@dataclass(slots=True, eq=False)
 class _Node:
     """A segment: its tokens, the token at which it starts, the name of the last block that ends before them,
     and the names of the blocks that end in it."""
 
-    __slots__ = ("before", "names", "parent", "root", "start", "tokens")
-
-    def __init__(self, root: _Root, parent: "_Node | None", start: int, tokens: bytes, before: bytes) -> None:
-        self.root = root
-        self.parent = parent
-        self.start = start
-        self.tokens = tokens
-        self.before = before
-        self.names: list[bytes] = []
+    root: _Root
+    parent: "_Node | None"
+    start: int
+    tokens: bytes
+    before: bytes
+    names: list[bytes] = field(default_factory=list)
 
     @property
     def end(self) -> int:

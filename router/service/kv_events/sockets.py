@@ -1,13 +1,11 @@
 """The two sockets of the KV events: PUB for what happens, and ROUTER, at the next port, for replays."""
 
-import re
 import socket
 
 import zmq
 
 from lightkv.errors import LightKVError
 
-_ENDPOINT = re.compile(r"tcp://(?P<host>\*|\[[^\[\]]+\]|[^:\[\]]+):(?P<port>\d+)")
 MAX_BATCHES = 10_000  # that are kept for replays
 MAX_TAKEN = 16  # requests for replays that are answered before what has changed is published
 QUEUED_BATCHES = MAX_BATCHES + 1024  # of replays, that ZeroMQ holds for one consumer
@@ -24,9 +22,8 @@ class Sockets:
     """The two sockets, listening. `endpoint`, `replay_endpoint`: where. Raises CannotPublish."""
 
     def __init__(self, endpoint: str) -> None:
-        found = _ENDPOINT.fullmatch(endpoint)
-        assert found is not None, endpoint  # the configuration has checked it
-        port = int(found["port"])
+        host, _, number = endpoint.removeprefix("tcp://").rpartition(":")  # as the configuration has checked
+        port = int(number)
         self._context = zmq.Context()
         self.pub = self._context.socket(zmq.PUB)
         self.replay = self._context.socket(zmq.ROUTER)
@@ -42,8 +39,8 @@ class Sockets:
             one.setsockopt(zmq.TCP_KEEPALIVE, 1)
             one.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 60)
         try:
-            self.endpoint = _listen(self.pub, found["host"], port)
-            self.replay_endpoint = _listen(self.replay, found["host"], port + 1 if port else 0)
+            self.endpoint = _listen(self.pub, host, port)
+            self.replay_endpoint = _listen(self.replay, host, port + 1 if port else 0)
         except CannotPublish:
             self.close()
             raise

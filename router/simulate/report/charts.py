@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, PercentFormatter
 
-from lightkv.router.simulate.result import Curve, Series, SimulationResult
+from lightkv.router.simulate.result import Curve, SimulationResult
 
 # Texts stay texts, which are never read as formulas, and the same chart is the same bytes.
 _STYLE: dict[Any, Any] = {
@@ -65,12 +65,12 @@ def over_time(result: SimulationResult) -> list[Chart]:
     series, seconds = result.series, result.figures.seconds
     numbers = (("in flight", series.running), ("waiting", series.waiting))
     lines = [Line(name, series.width, seconds, values) for name, values in numbers]
-    return [memory("Memory", result, series), counts("Requests", lines)]
+    return [memory(result), counts("Requests", lines)]
 
 
-def memory(title: str, result: SimulationResult, series: Series) -> Chart:
+def memory(result: SimulationResult) -> Chart:
     """Draws the slots that are used, wasted and cached, below what is promised and the capacity."""
-    f = result.figures
+    f, series = result.figures, result.series
     unit = "slots" if result.settings.get("layers") else "tokens"
     words = (
         f"{unit.capitalize()} of the pool's {series.capacity:,} over {duration(f.seconds)}. Means while "
@@ -102,7 +102,7 @@ def memory(title: str, result: SimulationResult, series: Series) -> Chart:
         axes.set(ylim=(0, 1.05 * series.capacity), ylabel=unit)
         axes.yaxis.set_major_formatter(EngFormatter())
 
-    return _chart(title, words, draw if series.used else None)
+    return _chart("Memory", words, draw if series.used else None)
 
 
 def counts(title: str, lines: Sequence[Line], most: float | None = None) -> Chart:

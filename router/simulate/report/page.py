@@ -6,7 +6,7 @@ nothing.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import jinja2
@@ -15,8 +15,8 @@ from lightkv import __version__
 from lightkv.router.simulate.result import Series, SimulationResult
 from lightkv.router.simulate.sweep import Repeats
 
-from .charts import Chart, Line, counts, duration, latencies, memory, over_time
-from .tables import Table, all_figures, policies, replica_table, settings, summary_table
+from .charts import Chart, Line, counts, duration, latencies, over_time
+from .tables import Table, policies, replica_table, settings, summary_table
 
 TEMPLATE_FILE = Path(__file__).with_name("page.html.jinja")
 
@@ -62,8 +62,6 @@ def _parts(groups: Sequence[Repeats]) -> Iterator[Part]:
             yield _replicas(result)
     yield Part("What is left out", _LEFT_OUT + _of_given_step_times(results[0]))
     yield Part("Settings", tables=(settings(results, names),))
-    words = "As in the JSON line: seconds are of the simulated clock, shares are of 1."
-    yield Part("Every figure", (words,), tables=(all_figures(groups),))
 
 
 def _compared(names: Sequence[str], results: Sequence[SimulationResult]) -> list[Chart]:
@@ -85,20 +83,12 @@ def _held_shares(series: Series) -> list[float]:
 
 
 def _replicas(result: SimulationResult) -> Part:
-    """Returns the part of a result with several replicas: their table, and the memory of each over time."""
-    names = [f"replica {number}" for number in range(len(result.replicas))]
+    """Returns the part of a result with several replicas: their table, and the requests that wait for each."""
     waiting = [
-        Line(name, series.width, result.figures.seconds, series.waiting)
-        for name, series in zip(names, result.each, strict=True)
+        Line(f"replica {number}", series.width, result.figures.seconds, series.waiting)
+        for number, series in enumerate(result.each)
     ]
-    charts = [
-        counts("Requests waiting", waiting),
-        *(
-            memory(f"Memory of {name}", replace(result, figures=figures), series)
-            for name, figures, series in zip(names, result.replicas, result.each, strict=True)
-        ),
-    ]
-    return Part("Replicas", charts=charts, tables=(replica_table(result),))
+    return Part("Replicas", charts=[counts("Requests waiting", waiting)], tables=(replica_table(result),))
 
 
 # --------------------------------------------------------------------------------

@@ -1,8 +1,7 @@
-"""The tables of simulations: the summary, policies side by side, settings, step times and every figure."""
+"""The tables of simulations: the summary, policies side by side, replicas, settings and step times."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from operator import attrgetter
+from dataclasses import dataclass
 from typing import Any
 
 from lightkv.router.simulate.result import Figures, SimulationResult
@@ -52,7 +51,6 @@ _SERVICE = (
 _MEMORY = (
     _Row("memory used", lambda f: f.memory_used_share, ".1%", 1),
     _Row("waste", lambda f: f.memory_padding_share, ".2%", -1),
-    _Row("waste in a request", lambda f: f.last_page_waste_share, ".2%", -1),
     _Row("cached", lambda f: f.memory_cached_share, ".1%"),
     _Row("running", lambda f: f.mean_running, ",.0f"),
     _Row("preemptions", lambda f: f.num_preemptions, ",", -1),
@@ -72,7 +70,6 @@ def summary(result: SimulationResult) -> dict[str, str]:
     if settings["itl_target"]:
         within = f"; steps of at most {settings['itl_target'] * 1e3:g} ms beside decodes"
     padding = f", {f.memory_padding_share:.2%} padding" if f.memory_padding_share else ""
-    waste = f"; of a request's slots {f.last_page_waste_share:.2%} empty" if f.last_page_waste_share else ""
     return {
         "policy": f"{settings['allocation']}, {settings['admission']}; {settings['capacity']:,} tokens{within}",
         "requests": f"{f.num_requests:,}, {arriving}{load}"
@@ -82,7 +79,7 @@ def summary(result: SimulationResult) -> dict[str, str]:
         "first token": f"p50 {f.ttft_p50:.2f} s, p90 {f.ttft_p90:.2f} s, p99 {f.ttft_p99:.2f} s",
         "per token": f"p50 {f.tpot_p50 * 1e3:.1f} ms, p90 {f.tpot_p90 * 1e3:.1f} ms, "
         f"p99 {f.tpot_p99 * 1e3:.1f} ms",
-        "memory": f"{f.memory_used_share:.1%} used{padding}, {f.memory_cached_share:.1%} cached{waste}",
+        "memory": f"{f.memory_used_share:.1%} used{padding}, {f.memory_cached_share:.1%} cached",
         "preempted": f"{f.num_preemptions:,} times, {f.preempted_share:.2%} of requests; "
         f"{f.recomputed_tokens:,} tokens computed again",
         "running": f"{f.mean_running:.0f} at once in the mean, {f.max_running} at most",
@@ -106,8 +103,7 @@ def policies(groups: Sequence[Repeats]) -> tuple[Table, Table]:
     service = "Service. In time: requests that met both targets. Served: until the last admission."
     memory = (
         "Memory: means while loaded, as shares of the pool's capacity. Waste: slots held without a token. "
-        "Waste in a request: its share of the request's own slots. Recomputed: tokens computed again after "
-        "preemptions."
+        "Recomputed: tokens computed again after preemptions."
     )
     return _policies(service + marked, _SERVICE, groups), _policies(memory + marked, _MEMORY, groups)
 
@@ -159,23 +155,6 @@ def replica_table(result: SimulationResult) -> Table:
         rows.append((name, list(map(Cell, texts))))
     caption = f"{result.settings['routing']}, seed {result.settings['seed']}"
     return Table(caption, columns, rows)
-
-
-def all_figures(groups: Sequence[Repeats]) -> Table:
-    """Returns every figure by its name in the JSON line."""
-    values = [asdict(group.mean.figures) for group in groups]
-    rows = []
-    for name in values[0]:
-        cells = []
-        for each, group in zip(values, groups, strict=True):
-            low, high = (_number(end) for end in group.spread(attrgetter(name)))
-            cells.append(Cell(_number(each[name]), spread="" if low == high else f"{low} – {high}"))
-        rows.append((name, cells))
-    return Table("Figures by name", ["figure", *(group.name for group in groups)], rows)
-
-
-def _number(value: float) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.6g}"
 
 
 def settings(results: Sequence[SimulationResult], columns: Sequence[str]) -> Table:
