@@ -15,8 +15,17 @@ from bench.serving.lifelike_cells import CELLS, CLOSED, SESSIONS
 ENGINES = ("vllm", "lightkv")
 BATCHES = CLIENTS = (1, 32, 256)
 PROMPTS = (512, 2048, 8192)
+PAUSES = (0.0, 0.02)  # seconds before a step that is traced
 OFFLINE, HTTP, LIFELIKE = "offline", "http", "lifelike"
-FORMS = {"ms": ".2f", "tokens/s": ",.0f", "requests/s": ".2f", "requests": ",.0f", "s": ".1f"}
+FORMS = {
+    "ms": ".2f",
+    "tokens/s": ",.0f",
+    "requests/s": ".2f",
+    "requests": ",.0f",
+    "s": ".1f",
+    "MHz": ".0f",
+    "W": ".0f",
+}
 
 Measurement = Mapping[str, Any]
 Results = dict[str, Any]
@@ -58,6 +67,14 @@ def _offline_rows() -> Iterator[Row]:
         yield row(f"in process, batch {batch}: tokens/s", "tokens/s", "batches", str(batch), "tokens_per_s")
     for prompt in PROMPTS:
         yield row(f"first token, prompt {prompt:,}", "ms", "first_token_ms", str(prompt))
+    for batch, pause in product(BATCHES, PAUSES):
+        case = f"batch {batch}, pauses of {pause:g} s"
+        for name, unit in (("step_ms", "ms"), ("clock_mhz", "MHz"), ("watts", "W")):
+
+            def read(found: Measurement, case: str = case, name: str = name) -> list[float]:
+                return [found["device"][case][name]]
+
+            yield Row(f"device in a step, {case}: {name}", unit, OFFLINE, read)
     yield row("prompts that begin alike", "s", "shared_s")
     yield row("as many prompts that share nothing", "s", "unshared_s")
 
