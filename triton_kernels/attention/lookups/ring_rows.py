@@ -23,6 +23,8 @@ from lightkv.triton_kernels.checks import Tensors
 from lightkv.triton_kernels.layout.ring import Ring
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
 from lightkv.triton_kernels.quantised.unpack import fields_of, kind_of, word_block, words_of
+from lightkv.triton_kernels.write.inputs import Rotation
+from lightkv.triton_kernels.write.write_kv import rotate_reference
 
 from .lookup import Lookup, LookupHooks
 
@@ -282,8 +284,9 @@ class RingRows(Lookup):
         if self.rotation is None:
             return k
         sinks = min(self.ring.sinks, len(k))
-        cos, sin = (part[request].double() for part in self.rotation)
-        return torch.cat((_turn_forward(k[:sinks].double(), cos, sin), k[sinks:].double()))
+        # A query that is rotated back sees a key as the query itself sees the key rotated forward.
+        cos, sin = (part[request : request + 1] for part in self.rotation)
+        return torch.cat((rotate_reference(k[:sinks].double(), Rotation(cos, sin)), k[sinks:].double()))
 
 
 def check_held(ring: Ring, variants: Sequence[Variant], num_held: int | None = None) -> None:
@@ -310,11 +313,3 @@ def _check_rotation(rotation: SinkRotation, num_tokens: int, key_dim: int) -> No
     _ANGLES.check({"T": num_tokens}, **rotation._asdict())
     if 2 * rotation.cos.shape[1] > key_dim:
         raise ValueError(f"a rotation of {rotation.cos.shape[1]} pairs; a key has {key_dim // 2}")
-
-
-def _turn_forward(k: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Returns keys `[L, num_kv_heads, Dk]` rotated by the angles of pairs, `[n]`: a query that is rotated back
-    sees a key as the query itself sees the key rotated forward."""
-    num_pairs = len(cos)
-    first, second, rest = k[..., :num_pairs], k[..., num_pairs : 2 * num_pairs], k[..., 2 * num_pairs :]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
