@@ -204,7 +204,7 @@ def test_refuses_bad_arguments(device: torch.device) -> None:
     with pytest.raises(ValueError, match="0 or more"):
         allocator.alloc(-1)
     for bad in (slots.float(), slots[:, None], slots.to("meta")):
-        with pytest.raises(ValueError, match="slots must be (int32 or int64|on)"):
+        with pytest.raises(ValueError, match=r"slots must be (int32 or int64|on)"):
             allocator.free(bad)
     count = torch.ones(1, dtype=torch.int32, device=device)
     with pytest.raises(ValueError, match="out must be contiguous int32"):
