@@ -15,7 +15,6 @@ from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.norms import Norm, norm_reference
 from lightkv.triton_kernels.operators import operator
 from lightkv.triton_kernels.quantised.kv_format import Elements, KVFormat
-from lightkv.triton_kernels.quantised.quantise_reference import quantise, split_scales
 
 from .computed_heads import AS_COMPUTED
 from .head_tiles import constants_of
@@ -284,19 +283,7 @@ def write_kv_reference(
     of_q, of_k, _ = norms or (None, None, False)
     if q is not None:
         q.copy_(prepared(q, biases.q, of_q, rotation))
-    heads = (prepared(k, biases.k, of_k, rotation), prepared(v, biases.v, None, None))
-    slots, elements = slots.long(), stored.format.elements
-    if stored.scales is None:
-        for x, target in zip(heads, stored[:2], strict=True):
-            target[slots] = x.to(target.dtype)
-        return
-    scales_of_both = split_scales(stored.scales, stored.format, k.shape[2])
-    for x, target, scales in zip(heads, stored[:2], scales_of_both, strict=True):
-        static = scales[0] if elements.is_static else None
-        x, found = quantise(x, elements, stored.format.scale_dtype, static)
-        target.view(torch.uint8)[slots] = x.view(torch.uint8)
-        if static is None:
-            scales[slots] = found
+    stored.write(slots.long(), prepared(k, biases.k, of_k, rotation), prepared(v, biases.v, None, None))
 
 
 def rotate_reference(x: Tensor, rotation: Rotation) -> Tensor:
