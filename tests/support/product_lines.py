@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 # Lines of Python files, with docstrings, comments and blank lines.
-CEILINGS = {"lightkv": 20451, "router": 30291, "triton_kernels": 14396}
+CEILINGS = {"lightkv": 20450, "router": 30291, "triton_kernels": 14370}
 
 
 def lines(room: str) -> Counter[str]:
