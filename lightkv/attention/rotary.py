@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 
 from lightkv.triton_kernels.norms import norm_reference
-from lightkv.triton_kernels.write.inputs import HeadNorms
+from lightkv.triton_kernels.write.inputs import HeadNorms, Rotation
+from lightkv.triton_kernels.write.write_kv import rotate_in_place, rotate_reference
 
 
 @dataclass(frozen=True)
@@ -33,17 +34,8 @@ class RotaryEmbedding:
 
     def rotate(self, x: torch.Tensor) -> None:
         """Rotates `x` `[T, H, D]` in place. Sums and products are float32, rounded once at the end."""
-        num_pairs = self.cos.shape[1]
         wide = x.to(torch.promote_types(x.dtype, torch.float32))  # x itself where it is wide
-        cos, sin = (table.to(wide.dtype)[:, None] for table in (self.cos, self.sin))  # [T, 1, n]
-        rotated = wide[..., : 2 * num_pairs]
-        if self.interleaved:
-            first, second = rotated[..., ::2], rotated[..., 1::2]
-        else:
-            first, second = rotated[..., :num_pairs], rotated[..., num_pairs:]
-        from_second, from_first = second * sin, first * sin
-        first.mul_(cos).sub_(from_second)
-        second.mul_(cos).add_(from_first)
+        rotate_in_place(wide, Rotation(self.cos, self.sin, self.interleaved))
         if wide is not x:
             x.copy_(wide)
 
@@ -64,10 +56,6 @@ class Rotary:
 
     def rotate_back(self, x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
         """Returns `x` `[T, H, D]` with each token's heads rotated to `by[t]` positions earlier; of x's type."""
-        num_pairs = len(self.inverse)
-        angles = self.angles(by)[:, None]  # [T, 1, n]
+        angles = self.angles(by)
         dtype = torch.promote_types(x.dtype, torch.float32)
-        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-        first, second, rest = x.split((num_pairs, num_pairs, x.shape[-1] - 2 * num_pairs), dim=-1)
-        parts = (first * cos + second * sin, second * cos - first * sin, rest)
-        return torch.cat([part.to(x.dtype) for part in parts], dim=-1)
+        return rotate_reference(x, Rotation(angles.cos().to(dtype), -angles.sin().to(dtype))).to(x.dtype)

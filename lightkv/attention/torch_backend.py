@@ -25,7 +25,7 @@ from lightkv.triton_kernels.attention.variants.window import Window
 from .backend import AttentionBackend, NewHeads
 from .rotary import RotaryEmbedding
 from .step import Step
-from .torch_plan import decode_buckets, window_and_chunk
+from .torch_plan import decode_buckets
 
 
 class TorchAttention(AttentionBackend):
@@ -128,11 +128,9 @@ class TorchAttention(AttentionBackend):
             out[begin:end].unflatten(1, (-1, group)).copy_(attended.permute(2, 0, 1, 3))
 
     def _decode(self, q: torch.Tensor, step: Step, out: torch.Tensor) -> None:
-        index = step.index_of(self.layer_idx)
-        key = "buckets", *window_and_chunk(self.options), q.dtype, index.data_ptr()
-        buckets = step.plans.get(
-            key, self.layer_idx, lambda: decode_buckets(step, index, self.options, q.dtype)
-        )
+        index, bounded = step.index_of(self.layer_idx), limits(self.options.variants)
+        key = "buckets", bounded, q.dtype, index.data_ptr()
+        buckets = step.plans.get(key, self.layer_idx, lambda: decode_buckets(step, index, bounded, q.dtype))
         for members, slots, width, bias in buckets:
             queries = q if members is None else q.index_select(0, members)
             keys, values = self.read(step, slots)

@@ -7,9 +7,7 @@ import numpy as np
 import torch
 
 from lightkv.memory.staging import upload
-from lightkv.triton_kernels.attention.paged_kv import AttentionOptions
-from lightkv.triton_kernels.attention.variants.chunk import Chunk
-from lightkv.triton_kernels.attention.variants.window import Window
+from lightkv.triton_kernels.attention.variants.variant import Variant
 
 from .step import Step
 
@@ -17,12 +15,6 @@ from .step import Step
 # of its tokens, unless the padding is so small that the calls for another bucket cost more.
 PADDING_FRACTION = 0.25
 PADDING_TOKENS = 256
-
-
-def window_and_chunk(options: AttentionOptions) -> tuple[int, int]:
-    """Returns the sizes of a layer's window and of its chunks; 0 for none."""
-    window, chunk = options.of(Window), options.of(Chunk)
-    return 0 if window is None else window.size, 0 if chunk is None else chunk.size
 
 
 class PaddedBucket(NamedTuple):
@@ -35,16 +27,14 @@ class PaddedBucket(NamedTuple):
 
 
 def decode_buckets(
-    step: Step, index: torch.Tensor, options: AttentionOptions, dtype: torch.dtype
+    step: Step, index: torch.Tensor, bounded: tuple[Variant, ...], dtype: torch.dtype
 ) -> list[PaddedBucket]:
     """Returns the decodes of a step in buckets of similar length. `index`: the layer's (`Step.index_of`);
-    `dtype` is that of the queries."""
-    window, chunk = window_and_chunk(options)
+    `bounded`: what limits the first key that a query sees there (`limits`); `dtype` is that of the queries."""
     lengths = step.host.kv_lens[step.host.num_prefills :]
-    if window:
-        lengths = np.minimum(lengths, window)
-    if chunk:
-        lengths = lengths - np.maximum(lengths - 1, 0) // chunk * chunk
+    for one in bounded:
+        firsts = [one.first_key(length - 1) for length in lengths.tolist()]
+        lengths = lengths - np.array(firsts, dtype=np.int64)
     # A padding row of a static batch has length 0. Attention to no key is NaN, so it attends to slot 0.
     lengths = np.maximum(lengths, 1)
     buckets = bucket_lengths(lengths)

@@ -22,7 +22,7 @@ from lightkv.triton_kernels.attention.variants.sink_logits import SinkLogits
 from lightkv.triton_kernels.attention.variants.variant import Variant, limits
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
 from lightkv.triton_kernels.write.head_tiles import constants_of
-from lightkv.triton_kernels.write.inputs import Changes, Rotation, StoredKV
+from lightkv.triton_kernels.write.inputs import Changes, Rotation
 from lightkv.triton_kernels.write.write_kv import write_kv
 
 from .backend import AttentionBackend, LayerShape, NewHeads
@@ -78,8 +78,7 @@ class TritonAttention(AttentionBackend):
         return HeadShape(self.num_heads, self.num_kv_heads, self.head_dim, self.v_dim)
 
     def _write(self, new: NewHeads, step: Step, rotary: RotaryEmbedding | None) -> None:
-        pool, layer, slots = step.memory.pool, self.layer_idx, step.slots_of(self.layer_idx)
-        stored = StoredKV(pool.k(layer), pool.v(layer), pool.scales(layer), pool.format(layer))
+        stored, slots = step.memory.pool.stored(self.layer_idx), step.slots_of(self.layer_idx)
         if rotary is None:
             write_kv(new.k, new.v, stored, slots)
         else:

@@ -16,6 +16,7 @@ from lightkv.triton_kernels.attention.decode.decode_attention import decode_atte
 from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, PagedKV
 from lightkv.triton_kernels.attention.prefill.prefill_attention import prefill_attention
 from lightkv.triton_kernels.attention.variants import Alibi, ValueMask
+from lightkv.triton_kernels.attention.variants.alibi import alibi_slopes
 from lightkv.triton_kernels.attention.variants.variant import Scored
 from lightkv.triton_kernels.layout.strides import has_unit_stride
 from lightkv.triton_kernels.operators import operator
@@ -179,7 +180,7 @@ def _write_and_attend(
         None if scale is None or not bits else layer_of(layout, scale, layer_idx),
         bits,
     )
-    alibi = Alibi(slopes_on(query.device, attributes.num_heads)) if is_alibi else None
+    alibi = Alibi(alibi_slopes(attributes.num_heads, device=query.device)) if is_alibi else None
     mask = None if attn_mask is None else ValueMask(_loadable(attn_mask), columns=kvstarts[:-1].int())
     num_whole = _num_whole(len(start_pos), decoding_batches, is_causal, is_alibi)
     options, lengths = DEFAULT_OPTIONS.plus(alibi, mask), kvstarts.diff().int()
@@ -219,16 +220,6 @@ def _slots_of_queries(slots: Slots, seqstarts: Tensor, start_pos: Tensor, num_qu
     sequences = torch.searchsorted(seqstarts[1:].contiguous(), queries, right=True)
     sequences = sequences.clamp(max=len(start_pos) - 1)
     return slots.find(sequences, start_pos[sequences] + queries - seqstarts[sequences])
-
-
-def slopes_on(device: torch.device, num_heads: int) -> Tensor:
-    """Returns the slopes of `alibi.alibi_slopes`, float32 `[num_heads]`, made on the device: a copy from the
-    host could not be captured in a CUDA graph."""
-    heads = torch.arange(num_heads, device=device, dtype=torch.float64)
-    power = 1 << (num_heads.bit_length() - 1)
-    others = 2 * (heads - power) + 1  # every second slope of twice the power
-    exponents = torch.where(heads < power, (heads + 1) / power, others / (2 * power))
-    return torch.exp2(exponents * -8).float()
 
 
 def _attend_with_kernels(step: _Step, kv: PagedKV, max_seqlen: int, out: Tensor) -> None:

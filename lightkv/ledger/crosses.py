@@ -9,7 +9,6 @@ from lightkv.errors import CheckFailed
 from .changes import Namespace
 from .segments import Segment
 from .sequence import Sequence
-from .sessions import Session
 
 WRITTEN_ONCE = "a cross sequence is written once and keeps its length; extend what reads it"
 
@@ -76,10 +75,10 @@ class ReaderSequence(Sequence):
 
     cross: CrossSequence
 
-    def __init__(self, prompt: bytes, session: Session | None, cross: CrossSequence) -> None:
+    def __init__(self, prompt: bytes, cross: CrossSequence) -> None:
         if not cross.can_be_read:
             raise ValueError(f"{cross} is no cross sequence; open_cross makes one")
-        super().__init__(prompt, session)
+        super().__init__(prompt)
         self.cross = cross
 
     def enter(self, row: int, root: Segment, node: Segment, shared: int) -> None:
@@ -88,7 +87,7 @@ class ReaderSequence(Sequence):
         self.cross.namespaces[root.namespace] = None
 
     def twin(self) -> "ReaderSequence":
-        twin = ReaderSequence(self.prompt, self.session, self.cross)
+        twin = ReaderSequence(self.prompt, self.cross)
         twin.num_hit, twin.gap = self.num_hit, self.gap
         return twin
 

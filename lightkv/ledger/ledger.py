@@ -165,29 +165,23 @@ class TokenLedger:
         sequence.keep_at = keep_at
         return self._open(sequence, prompt_length(token_ids), namespace)
 
-    def open_ring(
-        self, token_ids: bytes, ring: Ring, namespace: Namespace = (), session: Session | None = None
-    ) -> RingSequence:
+    def open_ring(self, token_ids: bytes, ring: Ring, namespace: Namespace = ()) -> RingSequence:
         """Opens a sequence in a row of `ring.capacity` entries, which get their slots as it fills and are then
         written again; a prompt of any length may follow. At most its sinks are shared. Raises what `open`
         does."""
         self._require_one_group("a ring")
-        sequence = RingSequence(token_ids, session, ring)
+        sequence = RingSequence(token_ids, ring)
         prompt_length(token_ids)
         return self._open(sequence, ring.capacity, namespace)
 
     def open_reader(
-        self,
-        token_ids: bytes,
-        cross: CrossSequence,
-        namespace: Namespace = (),
-        session: Session | None = None,
+        self, token_ids: bytes, cross: CrossSequence, namespace: Namespace = ()
     ) -> ReaderSequence:
         """Opens a sequence that reads a cross sequence (`open_cross`) and keeps it open, as its forks do. It
         shares tokens only with other readers. Raises what `open` does, and ValueError for any other `cross`."""
         self._require_one_group("a reader")
         self.require_open(cross)
-        reader = ReaderSequence(token_ids, session, cross)
+        reader = ReaderSequence(token_ids, cross)
         return self._open(reader, prompt_length(token_ids), namespace, cross.root.namespace)
 
     def open_cross(self, length: int) -> CrossSequence:

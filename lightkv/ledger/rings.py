@@ -8,7 +8,6 @@ from lightkv.triton_kernels.layout.ring import Ring
 
 from .segments import TOKEN_BYTES, Segment
 from .sequence import Sequence
-from .sessions import Session
 
 
 class RingSequence(Sequence):
@@ -27,10 +26,10 @@ class RingSequence(Sequence):
     dropped: int
     ring: Ring
 
-    def __init__(self, prompt: bytes, session: Session | None, ring: Ring) -> None:
+    def __init__(self, prompt: bytes, ring: Ring) -> None:
         if not isinstance(ring, Ring):
             raise TypeError(f"ring is {ring!r} ({type(ring).__name__}); give a Ring")
-        super().__init__(prompt, session)
+        super().__init__(prompt)
         self.ring = ring
         self.dropped = self.end = self.undone = 0
 

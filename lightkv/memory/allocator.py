@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightkv.counts import checked_count
 from lightkv.errors import CheckFailed, InvalidFree, OutOfTokens
+from lightkv.triton_kernels.checks import Tensors
 from lightkv.triton_kernels.layout.slot_flags import describe_flags
 from lightkv.triton_kernels.slots.allocate import (
     SlotFlag,
@@ -25,6 +26,15 @@ from lightkv.triton_kernels.slots.allocate import (
 )
 
 from .device import usable_device
+
+_TAKEN = Tensors(
+    slots="int32 or int64 [n]",
+    out="contiguous int32 [n]",
+    count="contiguous int32 [1]",
+    table="contiguous int32 [num_rows, num_entries]",
+    positions="contiguous int64 [n]",
+    rows="contiguous int64 [n]",
+)
 
 
 class TokenAllocator:
@@ -88,7 +98,7 @@ class TokenAllocator:
         """
         self._require_free(n)
         if entries is not None:
-            self._check_entries(entries, n)
+            self._check({"n": n}, **entries._asdict())
         out = torch.empty(n, dtype=torch.int32, device=self.device)
         if n and contiguous:
             self._alloc_run(self._state, out, entries)
@@ -107,11 +117,7 @@ class TokenAllocator:
         Raises:
             InvalidFree: more slots than are in use. Nothing has been freed.
         """
-        if slots.dim() != 1 or slots.dtype not in (torch.int32, torch.int64) or slots.device != self.device:
-            raise ValueError(
-                f"slots must be int32 or int64 [n] on {self.device}, got {slots.dtype} {tuple(slots.shape)} "
-                f"on {slots.device}"
-            )
+        self._check({}, slots=slots)
         num_used = self.capacity - self._num_free
         if len(slots) > num_used:
             raise InvalidFree(
@@ -135,12 +141,7 @@ class TokenAllocator:
             entries: max_n places of a table on the device, which the same kernel writes `out` to (a decode
                 step's entries). The first `count` places are distinct; the others get slot 0.
         """
-        self._check_vector("out", out)
-        self._check_vector("count", count)
-        if len(count) != 1:
-            raise ValueError(f"count must hold one number, got {len(count)}")
-        if entries is not None:
-            self._check_entries(entries, len(out))
+        self._check({}, out=out, count=count, **({} if entries is None else entries._asdict()))
         self._alloc_slots(self._state, out, count, entries=entries)
 
     def claim(self, n: int) -> None:
@@ -158,30 +159,12 @@ class TokenAllocator:
         if n > self._num_free:
             raise OutOfTokens(needed=n, free=self._num_free, capacity=self.capacity)
 
-    def _check_vector(self, name: str, tensor: Tensor) -> None:
-        if tensor.dim() != 1 or tensor.dtype != torch.int32 or tensor.device != self.device:
-            raise ValueError(
-                f"{name} must be int32 [n] on {self.device}, got {tensor.dtype} {tuple(tensor.shape)} on "
-                f"{tensor.device}"
-            )
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name} must be contiguous")
-
-    def _check_entries(self, entries: TableEntries, n: int) -> None:
-        table, positions, rows = entries
-        if table.dim() != 2 or table.dtype != torch.int32 or not table.is_contiguous():
-            raise ValueError(
-                f"a table must be contiguous int32 [rows, entries], got {table.dtype} {tuple(table.shape)}"
-            )
-        for name, tensor in (("positions", positions), ("rows", positions if rows is None else rows)):
-            if tensor.shape != (n,) or tensor.dtype != torch.int64 or not tensor.is_contiguous():
-                raise ValueError(
-                    f"{name} must be contiguous int64 [{n}], got {tensor.dtype} {tuple(tensor.shape)}"
-                )
-            if not tensor.device == table.device == self.device:
-                raise ValueError(
-                    f"{name} and their table must be on {self.device}, got {tensor.device}, {table.device}"
-                )
+    def _check(self, sizes: dict[str, int], **tensors: Tensor | None) -> None:
+        """Raises ValueError unless these are tensors as `_TAKEN` says, on the device."""
+        _TAKEN.check(sizes, **tensors)
+        for name, tensor in tensors.items():
+            if tensor is not None and tensor.device != self.device:
+                raise ValueError(f"{name} must be on {self.device}, and is on {tensor.device}; move it there")
 
     def check(self) -> None:
         """Recounts everything on the device, which synchronises.

@@ -18,9 +18,9 @@ from lightkv.triton_kernels.quantised.kv_format import Elements, KVFormat
 from lightkv.triton_kernels.quantised.quantise_reference import (
     dequantise,
     hadamard,
-    quantise,
     split_scales,
 )
+from lightkv.triton_kernels.write.inputs import StoredKV
 
 from .device import usable_device
 from .kv_spec import KVSpec
@@ -262,22 +262,15 @@ class KVPool:
         self._static_scales[self.spec.holder(layer_idx)].copy_(scales.flatten()[None])
         self._unset.discard(self.spec.holder(layer_idx))
 
+    def stored(self, layer_idx: int) -> StoredKV:
+        """Returns where a layer's K and V are stored, and how. Raises ValueError as `scales`."""
+        return StoredKV(
+            self._k[layer_idx], self._v[layer_idx], self.scales(layer_idx), self.format(layer_idx)
+        )
+
     def write(self, layer_idx: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Writes K `[n, num_kv_heads, k_dim]` and V to slots, int64 `[n]`, quantised in plain torch."""
-        of_layer, scales = self.format(layer_idx), self.scales(layer_idx)
-        caches = self._k[layer_idx], self._v[layer_idx]
-        if scales is None:
-            for x, cache in zip((k, v), caches, strict=True):
-                cache.index_copy_(0, slots, x.to(cache.dtype))
-            return
-        found: list[torch.Tensor] = []
-        static = split_scales(scales[0], of_layer, self.spec.heads(layer_idx).k_dim)
-        for x, cache, given in zip((k, v), caches, static, strict=True):
-            x, own = quantise(x, of_layer.elements, of_layer.scale_dtype, given)
-            found.append(own)
-            cache.view(torch.uint8).index_copy_(0, slots, x.view(torch.uint8))
-        if not of_layer.is_static:
-            scales.index_copy_(0, slots, torch.cat(found, -1))
+        self.stored(layer_idx).write(slots, k, v)
 
     def read(self, layer_idx: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns K and V of slots, int64 `[...]`, in the type they are computed in: `[..., num_kv_heads,

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from lightkv.contracts import openppl
-from lightkv.contracts.openppl import _write_and_attend, multi_head_cache_attention, slopes_on
+from lightkv.contracts.openppl import _write_and_attend, multi_head_cache_attention
 from lightkv.contracts.openppl_cache import LayerCache
-from lightkv.triton_kernels.attention.variants.alibi import alibi_slopes
 from tests.support.combinations import covering_pairs, slow
 from tests.support.contracts.openppl_checks import (
     COUNTS,
@@ -98,11 +97,6 @@ def test_a_key_of_zeros_has_the_smallest_scale() -> None:
     slot = int(arguments["cachestarts"][0]) + 1
     assert not arguments["cache"][slot, 0, 0].any()
     assert (arguments["scale"][slot, 0, 0] == 1e-5).all()
-
-
-def test_slopes_made_on_the_device_are_the_usual_ones() -> None:
-    for num_heads in (*range(1, 41), 71, 112):
-        assert torch.equal(slopes_on(torch.device("cpu"), num_heads), alibi_slopes(num_heads))
 
 
 def test_numbers_may_be_tensors_on_the_host_and_an_empty_step_does_nothing() -> None:

@@ -136,10 +136,16 @@ def test_refuses_entries_of_another_shape(device: torch.device) -> None:
     table = torch.zeros(4, 10, dtype=torch.int32, device=device)
     two, three = torch.arange(2, device=device), torch.arange(3, device=device)
     for entries, match in (
-        (TableEntries(table.long(), two), "a table must be contiguous int32"),
-        (TableEntries(table[:, :5], two), "a table must be contiguous int32"),
-        (TableEntries(table, three), r"positions must be contiguous int64 \[2\], got torch.int64 \(3,\)"),
-        (TableEntries(table, two, two.int()), r"rows must be contiguous int64 \[2\], got torch.int32"),
+        (TableEntries(table.long(), two), "table must be contiguous int32"),
+        (TableEntries(table[:, :5], two), "table must be contiguous int32"),
+        (
+            TableEntries(table, three),
+            r"positions must be contiguous int64 \[n\], with n 2; got torch.int64 \(3,\)",
+        ),
+        (
+            TableEntries(table, two, two.int()),
+            r"rows must be contiguous int64 \[n\], with n 2; got torch.int32",
+        ),
         (TableEntries(table, two, two.to("meta")), "must be on"),
     ):
         with pytest.raises(ValueError, match=match):
@@ -198,12 +204,12 @@ def test_refuses_bad_arguments(device: torch.device) -> None:
     with pytest.raises(ValueError, match="0 or more"):
         allocator.alloc(-1)
     for bad in (slots.float(), slots[:, None], slots.to("meta")):
-        with pytest.raises(ValueError, match="slots must be int32 or int64"):
+        with pytest.raises(ValueError, match=r"slots must be (int32 or int64|on)"):
             allocator.free(bad)
     count = torch.ones(1, dtype=torch.int32, device=device)
-    with pytest.raises(ValueError, match="out must be int32"):
+    with pytest.raises(ValueError, match="out must be contiguous int32"):
         allocator.alloc_into(slots.long(), count)
-    with pytest.raises(ValueError, match="count must hold one number"):
+    with pytest.raises(ValueError, match=r"count must be contiguous int32 \[1\]"):
         allocator.alloc_into(slots, count.repeat(2))
     with pytest.raises(ValueError, match="contiguous"):
         allocator.alloc_into(slots[::2], count)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 # Lines of Python files, with docstrings, comments and blank lines.
-CEILINGS = {"lightkv": 20618, "router": 29883, "triton_kernels": 14491}
+CEILINGS = {"lightkv": 20450, "router": 29883, "triton_kernels": 14370}
 
 
 def lines(room: str) -> Counter[str]:

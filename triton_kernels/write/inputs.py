@@ -8,6 +8,7 @@ from torch import Tensor
 from lightkv.triton_kernels.checks import Tensors
 from lightkv.triton_kernels.norms import Norm
 from lightkv.triton_kernels.quantised.kv_format import AS_COMPUTED, KVFormat
+from lightkv.triton_kernels.quantised.quantise_reference import quantise, split_scales
 
 from .head_tiles import constants_of
 
@@ -67,6 +68,20 @@ class StoredKV(NamedTuple):
                 wanted = elements.stored if elements.is_quantised else "of a floating type"
                 raise ValueError(f"the stored {name} must be {wanted} in this format, got {stored.dtype}")
         self.format.check_scales(self.scales, self.k, sizes["Dk"], sizes["Dv"])
+
+    def write(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Writes K `[n, num_kv_heads, Dk]` and V to slots, int64 `[n]`, quantised where the format is, in plain
+        torch."""
+        if self.scales is None:
+            for x, target in zip((k, v), self[:2], strict=True):
+                target.index_copy_(0, slots, x.to(target.dtype))
+            return
+        elements, scales_of_both = self.format.elements, split_scales(self.scales, self.format, k.shape[2])
+        for x, target, scales in zip((k, v), self[:2], scales_of_both, strict=True):
+            x, found = quantise(x, elements, self.format.scale_dtype, scales[0])
+            target.view(torch.uint8).index_copy_(0, slots, x.view(torch.uint8))
+            if not elements.is_static:
+                scales.index_copy_(0, slots, found)
 
 
 class Rotation(NamedTuple):

@@ -15,7 +15,6 @@ from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.norms import Norm, norm_reference
 from lightkv.triton_kernels.operators import operator
 from lightkv.triton_kernels.quantised.kv_format import Elements, KVFormat
-from lightkv.triton_kernels.quantised.quantise_reference import quantise, split_scales
 
 from .computed_heads import AS_COMPUTED
 from .head_tiles import constants_of
@@ -284,31 +283,25 @@ def write_kv_reference(
     of_q, of_k, _ = norms or (None, None, False)
     if q is not None:
         q.copy_(prepared(q, biases.q, of_q, rotation))
-    heads = (prepared(k, biases.k, of_k, rotation), prepared(v, biases.v, None, None))
-    slots, elements = slots.long(), stored.format.elements
-    if stored.scales is None:
-        for x, target in zip(heads, stored[:2], strict=True):
-            target[slots] = x.to(target.dtype)
-        return
-    scales_of_both = split_scales(stored.scales, stored.format, k.shape[2])
-    for x, target, scales in zip(heads, stored[:2], scales_of_both, strict=True):
-        static = scales[0] if elements.is_static else None
-        x, found = quantise(x, elements, stored.format.scale_dtype, static)
-        target.view(torch.uint8)[slots] = x.view(torch.uint8)
-        if static is None:
-            scales[slots] = found
+    stored.write(slots.long(), prepared(k, biases.k, of_k, rotation), prepared(v, biases.v, None, None))
 
 
 def rotate_reference(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotates the first 2n dims of `x` `[T, H, D]` by the angles of tables `[T, n]`; returns float32."""
-    cos, sin = (table.float()[:, None] for table in rotation[:2])  # [T, 1, n]
-    num_pairs = cos.shape[2]
-    rotary, rest = x.float().split((2 * num_pairs, x.shape[2] - 2 * num_pairs), dim=2)
-    is_interleaved = rotation.interleaved
-    first, second = rotary.unflatten(2, (-1, 2)).unbind(3) if is_interleaved else rotary.chunk(2, dim=2)
-    rotated = (first * cos - second * sin, second * cos + first * sin)
-    rotary = torch.stack(rotated, dim=3).flatten(2) if is_interleaved else torch.cat(rotated, dim=2)
-    return torch.cat((rotary, rest), dim=2)
+    """Rotates the first 2n dims of `x` `[T, H, D]` by the angles of tables `[T, n]`, or of `[1, n]` for all
+    tokens; returns float32, or float64 where x is."""
+    rotated = x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
+    rotate_in_place(rotated, rotation)
+    return rotated
+
+
+def rotate_in_place(x: Tensor, rotation: Rotation) -> None:
+    """Does what `rotate_reference` does to x itself, which is float32 or float64."""
+    cos, sin = (table.to(x.dtype)[:, None] for table in rotation[:2])  # [T, 1, n]
+    rotary = x[..., : 2 * cos.shape[2]]
+    first, second = (rotary[..., ::2], rotary[..., 1::2]) if rotation.interleaved else rotary.chunk(2, dim=2)
+    from_second, from_first = second * sin, first * sin
+    first.mul_(cos).sub_(from_second)
+    second.mul_(cos).add_(from_first)
 
 
 def split_qkv(

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from lightkv.memory.staging import upload
-from lightkv.triton_kernels.attention.lookups.beam_table import beam_indirection
 from lightkv.triton_kernels.checks import Tensors
 
 _TABLE = Tensors(cache_indirection="int32 [requests, beams, positions]")
@@ -116,4 +115,4 @@ class Beams:
         read = torch.minimum(read.clamp(min=0), width - 1)
         read = read.where(position >= prompt, 0)
         read = read.where(position < known, beam)
-        beam_indirection(read.int(), (first + beam)[:, :, 0], out)
+        out.index_copy_(0, (first + beam).flatten(), (first + read).flatten(0, 1).int())

@@ -15,7 +15,6 @@ and gate and up, into one product.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
@@ -33,6 +32,7 @@ from .context import given_cache
 from .fused_norm import Carry, add_and_norm
 from .fused_rotary import layout_of
 from .hf_model import PackedStep
+from .linears import forward_of
 
 # The activations of `gated_activation`, by the classes of the modules that compute the same.
 _ACTIVATIONS = {
@@ -213,6 +213,5 @@ def mlp_forward(module: nn.Module, mlp: GatedMLP, *args: Any, **kwargs: Any) -> 
 
 def gated_mlp(module: nn.Module) -> GatedMLP | None:
     """Returns the gated MLP that the forward pass of `module` computes; None where it is another one."""
-    forward = vars(module).get("forward")
-    is_ours = isinstance(forward, partial) and forward.func is mlp_forward
-    return cast(GatedMLP, cast(partial[Any], forward).args[1]) if is_ours else None
+    forward = forward_of(module, mlp_forward)
+    return None if forward is None else cast(GatedMLP, forward.args[1])

@@ -59,6 +59,7 @@ from .fused_norm import Carry, find_norm, norm_forward, set_norm_forward
 from .fused_rotary import find_layout, layout_of, use_joined
 from .linears import (
     Linears,
+    forward_of,
     has_hooks,
     has_registered_hooks,
     linear_forward,
@@ -172,8 +173,8 @@ def few_layers(model: PreTrainedModel, kind: Callable[[int], Hashable]) -> Itera
     seen: Counter[Hashable] = Counter()
     skipped: dict[nn.Module, Callable[..., Any]] = {}
     for module in _module(model).modules():
-        if _runs(module, layer_forward):
-            layer = cast(DecoderLayer, cast(Any, module).forward.args[1])
+        if (fused := forward_of(module, layer_forward)) is not None:
+            layer = cast(DecoderLayer, fused.args[1])
             weights: tuple[Any, ...] = tuple((weight.shape, weight.dtype) for weight in module.parameters())
             weights += tuple(type(part.of) for part in module.modules() if isinstance(part, WeightPart))
             key = type(module), weights, kind(cast(Any, layer.attention.module).layer_idx), layer.is_last
@@ -349,7 +350,7 @@ def _sums_twice(attention: nn.Module, mlp: nn.Module) -> bool:
 def _count(fused: FusedLayers, found: FoundParts) -> None:
     """Counts the layers that run fused, and what does not in each."""
     for layer, plan in found.plans.items():
-        kept: list[nn.Module] = [] if _runs(layer, layer_forward) else [layer]
+        kept: list[nn.Module] = [] if forward_of(layer, layer_forward) else [layer]
         fused.num_fused += not kept
         attention = found.attentions.get(layer)
         if attention in found.calls and layout_of(attention) is None and "forward" not in vars(attention):
@@ -364,8 +365,3 @@ def _count(fused: FusedLayers, found: FoundParts) -> None:
 
 def _is_fused_mlp(module: nn.Module) -> bool:
     return gated_mlp(module) is not None or has_fused_experts(module)
-
-
-def _runs(module: nn.Module, function: Callable[..., Any]) -> bool:
-    forward = vars(module).get("forward")
-    return isinstance(forward, partial) and forward.func is function

@@ -26,7 +26,7 @@ from lightkv.triton_kernels.layers.residual_norm import (
 )
 from lightkv.triton_kernels.norms import Norm
 
-from .linears import has_registered_hooks
+from .linears import forward_of, has_registered_hooks
 
 # The factors of the rows that a norm is tried on: large ones show clipping, small ones the epsilon.
 _FACTORS = (1.0, 64.0, 2.0**-10)
@@ -85,9 +85,8 @@ def set_norm_forward(module: nn.Module, norm: Norm, carry: Carry) -> None:
 def is_called_as_norm(module: nn.Module) -> bool:
     """Returns whether a call of `module` computes its norm and nothing else: it has no hooks, and its forward
     pass is its class's or `norm_forward`."""
-    forward = vars(module).get("forward")
-    is_ours = isinstance(forward, partial) and forward.func is norm_forward
-    return not has_registered_hooks(module) and (forward is None or is_ours)
+    is_known = "forward" not in vars(module) or forward_of(module, norm_forward) is not None
+    return is_known and not has_registered_hooks(module)
 
 
 def norm_of(module: Any) -> Norm | None:

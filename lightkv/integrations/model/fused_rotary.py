@@ -39,7 +39,7 @@ from lightkv.triton_kernels.write.write_kv import split_qkv
 from .attention_call import ATTENTION, AttentionCall, AttentionHandler
 from .context import given_cache
 from .fused_norm import is_called_as_norm, norm_of
-from .linears import has_hooks
+from .linears import forward_of, has_hooks, reset_forwards
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,8 @@ def find_layout(module: Any, plan: LayerPlan, call: Call) -> AttentionLayout:
 
 def layout_of(module: Any) -> AttentionLayout | None:
     """Returns the layout with which `module` has the fused forward pass; None if it has its own."""
-    return cast(AttentionLayout, module.forward.args[1]) if _is_fused(module) else None
+    forward = forward_of(module, _fused_forward)
+    return None if forward is None else cast(AttentionLayout, forward.args[1])
 
 
 def use_joined(module: Any, joined: Weight) -> None:
@@ -206,21 +207,15 @@ def use_joined(module: Any, joined: Weight) -> None:
 
 def fused_forwards(model: PreTrainedModel) -> dict[nn.Module, Callable[..., Any]]:
     """Returns the fused forward passes of the modules of `model`, for `set_fused_forwards`."""
-    return {module: module.forward for module in model.modules() if _is_fused(module)}
+    found = {module: forward_of(module, _fused_forward) for module in model.modules()}
+    return {module: forward for module, forward in found.items() if forward is not None}
 
 
 def set_fused_forwards(model: PreTrainedModel, forwards: dict[nn.Module, Callable[..., Any]]) -> None:
     """Gives modules the fused forward passes in `forwards`, and all other modules of `model` their own."""
-    for module in model.modules():
-        if _is_fused(module):
-            del module.forward
+    reset_forwards(cast(nn.Module, model), (_fused_forward,))
     for module, forward in forwards.items():
         module.forward = forward
-
-
-def _is_fused(module: nn.Module) -> bool:
-    forward = vars(module).get("forward")
-    return isinstance(forward, partial) and forward.func is _fused_forward
 
 
 def _fused(module: Any, layout: AttentionLayout) -> Callable[..., Any]:

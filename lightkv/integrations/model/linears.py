@@ -75,9 +75,14 @@ def prepare_linears(
 def reset_forwards(root: nn.Module, functions: Sequence[Callable[..., Any]]) -> None:
     """Gives the parts of `root` whose forward pass is a partial of one of `functions` that of their class."""
     for module in root.modules():
-        forward = vars(module).get("forward")
-        if isinstance(forward, partial) and forward.func in functions:
-            del module.forward
+        if forward_of(module, *functions) is not None:
+            del cast(Any, module).forward
+
+
+def forward_of(module: nn.Module, *functions: Callable[..., Any]) -> "partial[Any] | None":
+    """Returns the forward pass of `module` if it is a partial of one of `functions`; else None."""
+    forward = vars(module).get("forward")
+    return forward if isinstance(forward, partial) and forward.func in functions else None
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -15,11 +15,6 @@ from lightkv.triton_kernels.checks import Tensors
 from .lookup import Lookup, LookupHooks, check_shift, slots_at_reference
 
 _TABLE = Tensors(indirection="int32 [rows, positions] with a last stride of 1")
-_BEAMS = Tensors(
-    cache_indirection="int32 [batch, beams, positions]",
-    rows="int64 [batch, beams]",
-    out="int32 [rows, positions]",
-)
 
 
 class _Data(NamedTuple):
@@ -36,7 +31,7 @@ def _place(index, row, positions, valid):
 @dataclass(frozen=True, eq=False)
 class BeamTable(Lookup):
     """`indirection`: int32 `[num_rows, positions]`: the token at a position of row r is found in row
-    `indirection[r, position]` of the index (`beam_indirection` makes it). `shift`: as of `Pages`."""
+    `indirection[r, position]` of the index. `shift`: as of `Pages`."""
 
     indirection: Tensor
     shift: int = 0
@@ -56,24 +51,3 @@ class BeamTable(Lookup):
 
     def slots_reference(self, index: Tensor, rows: int | Tensor, positions: Tensor) -> Tensor:
         return slots_at_reference(index, self.indirection[rows, positions].long(), positions, self.shift)
-
-
-def beam_indirection(cache_indirection: Tensor, rows: Tensor, out: Tensor) -> None:
-    """Writes the indirection of beams' rows to `out`, from a table of beams as TensorRT-LLM's decode takes it.
-
-    Everything is read on the device, so a captured call may be replayed.
-
-    Args:
-        cache_indirection: int32 `[batch, beams, positions]`, the beam of the same request whose K/V a beam has
-            at each position. Unlike in TensorRT-LLM, this holds for a beam's newest token, too: its K/V is the
-            beam's own, so its number is that of the beam.
-        rows: int64 `[batch, beams]`, the row of the index that each beam writes to.
-        out: int32 `[num_rows, positions]`, `BeamTable.indirection`, of which the rows in `rows` are written.
-
-    Raises:
-        ValueError: shapes or dtypes do not fit. Nothing is written then. The numbers are not checked.
-    """
-    _BEAMS.check({}, cache_indirection=cache_indirection, rows=rows, out=out)
-    batch, beams, positions = cache_indirection.shape
-    chosen = rows[:, None].expand(batch, beams, beams).gather(2, cache_indirection.long())
-    out.index_copy_(0, rows.flatten(), chosen.view(batch * beams, positions).int())

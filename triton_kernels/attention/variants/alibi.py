@@ -80,10 +80,9 @@ def alibi_slopes(num_heads: int, max_bias: float = 8.0, device: torch.device | s
     """
     if num_heads < 1 or not max_bias > 0:
         raise ValueError(f"heads and the largest bias must be positive; got {num_heads} heads and {max_bias}")
+    # Made on the device: a copy from the host could not be captured in a CUDA graph.
+    heads = torch.arange(num_heads, device=device, dtype=torch.float64)
     power = 1 << (num_heads.bit_length() - 1)  # the largest power of two that is no larger
-    slopes = _geometric(power, max_bias) + _geometric(2 * power, max_bias)[::2][: num_heads - power]
-    return torch.tensor(slopes, dtype=torch.float32, device=device)
-
-
-def _geometric(num: int, max_bias: float) -> list[float]:
-    return [2.0 ** (-max_bias * (head + 1) / num) for head in range(num)]
+    others = 2 * (heads - power) + 1  # every second slope of twice the power
+    exponents = torch.where(heads < power, (heads + 1) / power, others / (2 * power))
+    return torch.exp2(exponents * -max_bias).float()

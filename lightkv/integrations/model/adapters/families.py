@@ -5,7 +5,7 @@ the module's own output projection. `adapt.py` puts them into models, and `proof
 modules' own forward passes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -48,6 +48,13 @@ class ModuleCall(NamedTuple):
         return self.handler.attend(AttentionCall(self.module, q, k, v, None, options, rotary)).flatten(2)
 
 
+def _heads(
+    module: Any, x: Tensor, head_dim: int, names: Iterable[str] = ("q_proj", "k_proj", "v_proj")
+) -> list[Tensor]:
+    """Returns the heads, each `[1, T, heads, head_dim]`, that the projections `names` of a module make of x."""
+    return [getattr(module, name)(x).unflatten(-1, (-1, head_dim)) for name in names]
+
+
 def bloom(call: ModuleCall) -> Tensor:
     """Computes Bloom's attention, and adds the residual, which the module does there."""
     module, residual = call.module, call.args[1]
@@ -83,10 +90,7 @@ def falcon(call: ModuleCall) -> Tensor:
 def gpt_j(call: ModuleCall) -> Tensor:
     """Computes GPT-J's attention."""
     module = call.module
-    q, k, v = (
-        project(call.x).unflatten(-1, (module.num_attention_heads, module.head_dim))
-        for project in (module.q_proj, module.k_proj, module.v_proj)
-    )
+    q, k, v = _heads(module, call.x, module.head_dim)
     return _attend_by_table(call, q, k, v)
 
 
@@ -134,10 +138,7 @@ def openai_gpt(call: ModuleCall) -> Tensor:
 def bart(call: ModuleCall) -> Tensor:
     """Computes the attention of decoders that have BART's modules."""
     module = call.module
-    q, k, v = (
-        project(call.x).unflatten(-1, (module.num_heads, module.head_dim))
-        for project in (module.q_proj, module.k_proj, module.v_proj)
-    )
+    q, k, v = _heads(module, call.x, module.head_dim)
     return cast(Tensor, module.out_proj(call.attend(q, k, v, module.scaling)))
 
 
@@ -147,10 +148,7 @@ def bert(call: ModuleCall) -> Tensor:
     `rotary_value` says so."""
     module = call.module
     dim = module.attention_head_size
-    q, k, v = (
-        project(call.x).unflatten(-1, (module.num_attention_heads, dim))
-        for project in (module.query, module.key, module.value)
-    )
+    q, k, v = _heads(module, call.x, dim, ("query", "key", "value"))
     rotary = None
     if hasattr(module, "rotary_value"):
         table = call.arguments["sinusoidal_pos"]  # [1, 1, T, dim]
@@ -168,9 +166,7 @@ def diff_llama(call: ModuleCall) -> Tensor:
     """
     module = call.module
     dim = module.head_dim
-    q, k, v = (
-        project(call.x).unflatten(-1, (-1, dim)) for project in (module.q_proj, module.k_proj, module.v_proj)
-    )
+    q, k, v = _heads(module, call.x, dim)
     both = torch.cat(v.chunk(2, -2), -1)  # [1, T, kv_heads / 2, 2 * dim]
     rotary = _rotary_of_halves(call.arguments["position_embeddings"])
     out = call.attend(q, k, both.repeat(1, 1, 2, 1), module.scaling, rotary=rotary)
@@ -187,10 +183,7 @@ def diff_llama(call: ModuleCall) -> Tensor:
 def gpt_neo(call: ModuleCall) -> Tensor:
     """Computes GPT-Neo's attention, whose scores are not scaled, and whose local layers have windows."""
     module = call.module.attention
-    q, k, v = (
-        project(call.x).unflatten(-1, (module.num_heads, module.head_dim))
-        for project in (module.q_proj, module.k_proj, module.v_proj)
-    )
+    q, k, v = _heads(module, call.x, module.head_dim)
     window = module.config.window_size if module.attention_type == "local" else 0
     return cast(Tensor, module.out_proj(call.attend(q, k, v, 1.0, window)))
 
