@@ -7,6 +7,8 @@ A sequence is in one set at most, and a set reads one length, so where prefixes 
 """
 
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 from .ledger import TokenLedger
@@ -43,6 +45,14 @@ class PrefixSharing(NamedTuple):
         saved = (members - -(-members // self.max_members)) * num_tokens
         return saved if saved >= self.min_saved else 0
 
+    def saved_by(self, prefixes: Iterable[SharedPrefix]) -> int:
+        """Returns how many tokens need not be read again because of all these prefixes."""
+        return sum([self.saved(len(prefix.rows), prefix.num_tokens) for prefix in prefixes])
+
+    def is_worth_it(self, saved: int, batch_size: int) -> bool:
+        """Returns whether sets that save so many tokens save enough for a batch of this size."""
+        return saved >= self.min_mean * batch_size
+
 
 class _Choice(NamedTuple):
     """Sets of rows, each with its prefix's length; the rows that are in any of them; the tokens they save."""
@@ -69,6 +79,13 @@ def shared_prefixes(
     sequence whose very last token is shared. Within its shared prefix, the query of every other sequence sees
     all tokens.
     """
+    found = _sets(shared, sequences, sharing)
+    return found if sharing.is_worth_it(sharing.saved_by(found), len(sequences)) else []
+
+
+def _sets(
+    shared: Iterable[Segment], sequences: Collection[Sequence], sharing: PrefixSharing
+) -> list[SharedPrefix]:
     if sharing.max_members < 2:
         return []
     rows = {s.row for s in sequences if not s.dropped and s.length > s.shared}
@@ -88,8 +105,6 @@ def shared_prefixes(
             while above is not None and above not in members:
                 above = above.parent
             (chosen if above is None else below.setdefault(above, [])).append(choice)
-    if sum([choice.saved for choice in chosen]) < sharing.min_mean * len(sequences):
-        return []
     return sorted(
         SharedPrefix(tuple(sorted(rows)), depth) for choice in chosen for depth, rows in choice.sets
     )
@@ -130,8 +145,20 @@ def _depth(segment: Segment, known: dict[Segment, int]) -> int:
     return depth
 
 
+@dataclass(eq=False)
+class _Family:
+    """The sequences of a batch that hold one segment whose prefix is long enough, the sets chosen for them, and
+    the tokens that these save."""
+
+    members: set[Sequence]
+    prefixes: list[SharedPrefix]
+    saved: int
+
+
 class BatchPrefixes:
-    """`shared_prefixes` of a batch, computed again once sequences `join` or `leave` it.
+    """`shared_prefixes` of a batch that changes little from step to step.
+
+    Only the families of sequences that `join` or `leave` it are computed again, by the next `find`.
 
     Its sequences begin by `open` or `fork` and end by `close`; none is truncated or drops tokens while it is in
     the batch. So what two of them share is settled when the later one joins.
@@ -140,26 +167,86 @@ class BatchPrefixes:
     def __init__(self, ledger: TokenLedger, sharing: PrefixSharing) -> None:
         self._ledger = ledger
         self._sharing = sharing
-        self._members: set[Sequence] = set()
-        self._is_changed = False  # since the last `find`
+        self._members: set[Sequence] = set()  # the batch's sequences, as of the last `find`
+        self._joined: set[Sequence] = set()  # those that have come and gone since
+        self._left: set[Sequence] = set()
+        self._family: dict[Sequence, _Family] = {}  # the family of each sequence that has one
+        self._families: set[_Family] = set()
+        self._sets: list[SharedPrefix] = []  # those of all families
         self._found: list[SharedPrefix] = []
 
     def join(self, sequence: Sequence) -> None:
         """Adds an open sequence to the batch."""
-        self._members.add(sequence)
-        self._is_changed = True
+        self._joined.add(sequence)
 
     def leave(self, sequence: Sequence) -> None:
         """Removes a sequence from the batch. It may have closed."""
-        self._members.remove(sequence)
-        self._is_changed = True
+        if sequence in self._joined:
+            self._joined.remove(sequence)
+        else:
+            self._left.add(sequence)
 
     def find(self) -> list[SharedPrefix]:
         """Returns the sets in the batch: the same list object for as long as they do not change. The newest
         tokens of the batch already have slots."""
-        if self._is_changed:
-            self._is_changed = False
-            found = shared_prefixes(self._ledger.shared, self._members, self._sharing)
-            if found != self._found:
-                self._found = found
+        joined, gone = self._joined, self._left
+        if self._sharing.max_members < 2 or not (joined or gone):
+            return self._found
+        self._joined, self._left = set(), set()
+        changed = {sequence for sequence in joined if self._top(sequence) is not None}
+        left = {self._family.pop(sequence) for sequence in gone & self._family.keys()}
+        self._families -= left
+        for family in left:
+            changed.update(islice(family.members - gone, 1))  # one remaining member leads to all the others
+        self._members |= joined
+        self._members -= gone
+        if changed or left:
+            self._renew(changed)
+            prefixes = [prefix for family in self._families for prefix in family.prefixes]
+            # Sums over the batch keep their order. No two sets have a row in common.
+            self._sets = sorted(prefixes, key=lambda prefix: prefix.rows[0])
+        saved = sum([family.saved for family in self._families])
+        found = self._sets if self._sharing.is_worth_it(saved, len(self._members)) else []
+        if found != self._found:
+            self._found = found
         return self._found
+
+    def _renew(self, changed: set[Sequence]) -> None:
+        """Computes the families of these sequences again."""
+        while changed:
+            sequence = changed.pop()
+            top = self._top(sequence)
+            if top is None:
+                self._family.pop(sequence, None)  # no sequence is left that shares with it
+                continue
+            members = self._members.intersection(self._ledger.holders(top))
+            changed -= members
+            self._families.difference_update(map(self._family.get, members))
+            prefixes = _sets(self._segments(members), members, self._sharing)
+            family = _Family(members, prefixes, self._sharing.saved_by(prefixes))
+            self._families.add(family)
+            self._family.update(dict.fromkeys(members, family))
+
+    def _top(self, sequence: Sequence) -> Segment | None:
+        """Returns the first segment of its path at whose end the prefix is long enough and which other
+        sequences hold too, or None."""
+        node, depth, top = sequence.node, sequence.shared, None
+        while node.parent is not None and depth >= self._sharing.min_tokens and not sequence.dropped:
+            if len(node.holders) > 1:
+                top = node
+            depth -= node.length
+            node = node.parent
+        return top
+
+    def _segments(self, family: set[Sequence]) -> Collection[Segment]:
+        """Returns the shared segments on the family's paths, and perhaps others."""
+        if len(family) > len(self._ledger.shared):
+            return self._ledger.shared
+        found: set[Segment] = set()
+        for sequence in family:
+            node = sequence.node
+            while node.parent is not None and node not in found:
+                if len(node.holders) > 1:
+                    found.add(node)
+                node = node.parent
+        return found

@@ -255,16 +255,22 @@ def test_a_few_that_share_do_not_slow_all_others() -> None:
 
 @pytest.mark.parametrize("max_members", [2, 64])
 @pytest.mark.parametrize("seed", range(8))
-def test_a_batch_that_changes_gets_the_same_sets_as_a_new_one(seed: int, max_members: int) -> None:
-    """Through arrivals, forks and ends, also of sequences outside the batch."""
+def test_a_batch_that_changes_gets_the_same_sets_as_a_new_one(
+    seed: int, max_members: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through arrivals, forks and ends, also of sequences outside the batch; computed only where it may
+    differ."""
     rng = random.Random(seed)
     ledger = TokenLedger(20_000, 12, 400)
     sharing = PrefixSharing(max_members, 20, rng.choice([1, 30]), rng.choice([0, 1, 3]))
     prefixes = BatchPrefixes(ledger, sharing)
+    looked: list[int] = []
+    renew = prefixes._renew
+    monkeypatch.setattr(prefixes, "_renew", lambda changed: looked.append(1) or renew(changed))
     families = [[rng.randrange(50) for _ in range(60)] for _ in range(2)]
     batch: list[Sequence] = []
     waiting: list[Sequence] = []  # open, and not in the batch yet
-    num_sets = 0
+    num_sets = num_alone = 0
     for step in range(300):
         ledger.step = step
         kind = rng.random()
@@ -283,9 +289,13 @@ def test_a_batch_that_changes_gets_the_same_sets_as_a_new_one(seed: int, max_mem
         elif kind < 0.7 and waiting:
             batch.append(waiting.pop())
             prefixes.join(batch[-1])
+        before = len(looked)
         ledger.extend(batch, [1] * len(batch))
         found = prefixes.find()
         assert found == shared_prefixes(ledger.shared, batch, sharing)
         assert prefixes.find() is found
         num_sets += len(found)
+        num_alone += len(looked) == before
+        assert set(prefixes._family.values()) == prefixes._families
     assert num_sets > 100
+    assert num_alone > 150  # most steps change nothing
