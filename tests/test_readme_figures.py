@@ -57,6 +57,10 @@ def in_process(found: Any) -> Iterator[float]:
     yield from both(found, "start in process, empty compile cache, warm page cache")
 
 
+def mixture(found: Any) -> Iterator[float]:
+    yield from both(found, *(f"decode step, batch {batch}" for batch in (1, 32)))
+
+
 def over_http(found: Any) -> Iterator[float]:
     levels = [f"HTTP, {clients} clients" for clients in (1, 32, 256)]
     rates = [f"{level}: tokens/s" for level in levels]
@@ -115,6 +119,7 @@ def admission(found: Any) -> Iterator[float]:
 
 FIGURES: dict[str, Callable[[Any], Iterator[float]]] = {
     "vllm-peer-in-process-h200.json": in_process,
+    "vllm-peer-qwen3-moe-12-layers-h200.json": mixture,
     "vllm-peer-h200.json": over_http,
     "lifelike-h100.json": lifelike,
     "next-turn-h200.json": next_turn,
