@@ -19,7 +19,13 @@ from lightkv.triton_kernels.attention.decode.decode_attention import (
 )
 from lightkv.triton_kernels.attention.decode.decode_plan import decode_plan
 from lightkv.triton_kernels.attention.lookups import BeamTable, RingRows
-from lightkv.triton_kernels.attention.lookups.ring_rows import SinkRotation
+from lightkv.triton_kernels.attention.lookups.ring_rows import (
+    SinkRotation,
+    ring_slots,
+    ring_slots_reference,
+    rotation_for,
+    rotation_reference,
+)
 from lightkv.triton_kernels.attention.mixed_attention import mixed_attention, mixed_attention_reference
 from lightkv.triton_kernels.attention.paged_kv import DEFAULT_OPTIONS, AttentionOptions, HeadShape, PagedKV
 from lightkv.triton_kernels.attention.prefill.prefill_attention import (
@@ -198,13 +204,25 @@ def test_beams_read_the_slots_of_other_beams(shift: int, window: int, device: to
 
 
 @pytest.mark.parametrize("name", RINGS)
-def test_the_angles_of_a_step(name: str, device: torch.device) -> None:
+def test_slots_and_angles_of_a_step(name: str, device: torch.device) -> None:
+    torch.manual_seed(5)
     ring = RINGS[name]
+    index = torch.randint(1, 10**6, (5, ring.capacity + 3), dtype=torch.int32, device=device)
+    positions = torch.tensor([0, 3, ring.capacity - 1, ring.capacity, 123_456_789], device=device)
+    rows = torch.tensor([4, 1, 0, 3, 2], device=device)
+    slots = torch.zeros(5, dtype=torch.int64, device=device)
+    ring_slots(index, rows, positions, ring, slots)
+    kv = PagedKV(index.view(5, -1, 1), index.view(5, -1, 1), index, RingRows(ring))
+    expected = [int(slots_reference(kv, int(row), at[None])) for row, at in zip(rows, positions, strict=True)]
+    assert slots.tolist() == expected
+    ring_slots_reference(index, rows, positions, ring, slots.zero_())
+    assert slots.tolist() == expected
     inverse = 10.0 ** -torch.arange(24, dtype=torch.float64, device=device)
     lengths = torch.tensor([0, 1, ring.capacity, ring.capacity + 1, 100_000_007], device=device).int()
-    found = RingRows(ring).rotated(lengths, inverse).rotation
-    assert (found is None) == (not ring.sinks)
-    for request, length in enumerate(lengths.tolist() if found else ()):
+    found = rotation_for(lengths, ring, inverse)
+    for request, length in enumerate(lengths.tolist()):
         angles = ring.dropped(length - 1) * inverse
-        for angle, function in zip(found or (), (torch.cos, torch.sin), strict=True):
+        for angle, function in zip(found, (torch.cos, torch.sin), strict=True):
             torch.testing.assert_close(angle[request], function(angles).float(), atol=1e-6, rtol=0)
+    for angle, other in zip(found, rotation_reference(lengths, ring, inverse), strict=True):
+        torch.testing.assert_close(angle, other, atol=1e-6, rtol=0)

@@ -36,11 +36,10 @@ class Ring:
         """Entries of a row: the most tokens that are held."""
         return self.sinks + self.size
 
-    def dropped(self, position: Any) -> Any:
-        """Returns how many tokens are dropped by the time the token at `position` is computed: an integer, or
-        integers in an array of numpy or a tensor."""
+    def dropped(self, position: int) -> int:
+        """Returns how many tokens are dropped by the time the token at `position` is computed."""
         beyond = position - self.capacity
-        return self.stride * (1 + beyond // self.stride) * (beyond >= 0)
+        return 0 if beyond < 0 else self.stride * (1 + beyond // self.stride)
 
     @property
     def least_held(self) -> int:

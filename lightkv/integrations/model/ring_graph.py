@@ -12,6 +12,7 @@ from lightkv.ledger.sequence import Sequence
 from lightkv.memory.capture import Capture
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.memory.staging import upload
+from lightkv.triton_kernels.attention.lookups.ring_rows import ring_slots
 from lightkv.triton_kernels.layout.ring import Ring
 
 from .attention_call import compute
@@ -61,7 +62,7 @@ class RingGraph:
         """Runs what is captured: the step, and the move to the next one."""
         step = self._step
         # On the device, where the last step has moved the positions on.
-        step.slot_mapping.copy_(step.index[step.rows, self._ring.entries(step.position_ids)])
+        ring_slots(step.index, step.rows, step.position_ids, self._ring, step.slot_mapping)
         packed = PackedStep(step, self._backends)
         logits = compute(self._model, self._input_ids, step.position_ids, packed, None)
         active = step.rows > 0

@@ -215,11 +215,7 @@ class RingRows(Lookup):
     hooks = LookupHooks(place=tl.constexpr(_place), attend_kept=tl.constexpr(_attend_kept))
 
     def rotated(self, lengths: Tensor, inverse: Tensor) -> "RingRows":
-        if not self.ring.sinks:
-            return self
-        # float32 would leave the angles of far positions no fraction.
-        angles = self.ring.dropped(lengths.long() - 1).double()[:, None] * inverse
-        return replace(self, rotation=SinkRotation(angles.cos().float(), angles.sin().float()))
+        return replace(self, rotation=rotation_for(lengths, self.ring, inverse)) if self.ring.sinks else self
 
     def check(self, index: Tensor, variants: Sequence[Variant]) -> None:
         check_held(self.ring, variants)
@@ -301,6 +297,52 @@ def check_held(ring: Ring, variants: Sequence[Variant], num_held: int | None = N
             )
 
 
+@triton.jit(do_not_specialize_on_alignment=["index", "rows", "positions", "slots"])
+def _slots_kernel(
+    index,
+    rows,
+    positions,
+    slots,
+    stride_index,
+    num_tokens,
+    SINKS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    valid = token < num_tokens
+    row = tl.load(rows + token, mask=valid, other=0).to(tl.int64)
+    entry = _entries_of(tl.load(positions + token, mask=valid, other=0), SINKS, SIZE)
+    slot = tl.load(index + row * stride_index + entry, mask=valid, other=0)
+    tl.store(slots + token, slot.to(slots.dtype.element_ty), mask=valid)
+
+
+def ring_slots(index: Tensor, rows: Tensor, positions: Tensor, ring: Ring, slots: Tensor) -> None:
+    """Writes the slots of tokens at `positions` of rows that are rings to `slots`, in one launch.
+
+    `index`: int32 `[num_rows, num_entries]`, a slot for each entry; rows: int `[T]`; positions: int `[T]`, at
+    least 0; slots: int32 or int64 `[T]`; all contiguous but `index`. Contents are not checked.
+    """
+    num_tokens = len(rows)
+    if num_tokens:
+        _slots_kernel[(triton.cdiv(num_tokens, 64),)](
+            index,
+            rows,
+            positions,
+            slots,
+            index.stride(0),
+            num_tokens,
+            SINKS=ring.sinks,
+            SIZE=ring.size,
+            BLOCK=64,
+        )
+
+
+def ring_slots_reference(index: Tensor, rows: Tensor, positions: Tensor, ring: Ring, slots: Tensor) -> None:
+    """Computes `ring_slots` in plain torch."""
+    slots.copy_(index[rows.long(), ring.entries(positions.long())])
+
+
 # --------------------------------------------------------------------------------
 # The rotation of sinks
 
@@ -313,3 +355,59 @@ def _check_rotation(rotation: SinkRotation, num_tokens: int, key_dim: int) -> No
     _ANGLES.check({"T": num_tokens}, **rotation._asdict())
     if 2 * rotation.cos.shape[1] > key_dim:
         raise ValueError(f"a rotation of {rotation.cos.shape[1]} pairs; a key has {key_dim // 2}")
+
+
+@triton.jit(do_not_specialize_on_alignment=["lengths"])
+def _rotation_kernel(
+    lengths,
+    inverse,  # [PAIRS] float64, radians a position
+    cos,  # [B, PAIRS] float32
+    sin,
+    CAPACITY: tl.constexpr,
+    STRIDE: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    request = tl.program_id(0)
+    pairs = tl.arange(0, BLOCK)
+    beyond = tl.load(lengths + request) - 1 - CAPACITY
+    dropped = tl.where(beyond < 0, 0, (beyond // STRIDE + 1) * STRIDE)
+    # float32 would leave the angles of far positions no fraction.
+    angles = dropped.to(tl.float64) * tl.load(inverse + pairs, mask=pairs < PAIRS, other=0.0)
+    tl.store(cos + request * PAIRS + pairs, tl.cos(angles).to(tl.float32), mask=pairs < PAIRS)
+    tl.store(sin + request * PAIRS + pairs, tl.sin(angles).to(tl.float32), mask=pairs < PAIRS)
+
+
+def rotation_for(lengths: Tensor, ring: Ring, inverse: Tensor) -> SinkRotation:
+    """Returns the angles by which the newest token of each ring is rotated back for the sinks, in one launch.
+
+    `lengths`: int32 `[B]`, tokens so far, the newest included. `inverse`: float64 `[n]`, contiguous, radians
+    per position of each pair.
+    """
+    num_requests, num_pairs = len(lengths), len(inverse)
+    cos, sin = (torch.empty(num_requests, num_pairs, device=lengths.device) for _ in range(2))
+    if num_requests:
+        _rotation_kernel[(num_requests,)](
+            lengths,
+            inverse,
+            cos,
+            sin,
+            CAPACITY=ring.capacity,
+            STRIDE=ring.stride,
+            PAIRS=num_pairs,
+            BLOCK=triton.next_power_of_2(num_pairs),
+            num_warps=1,
+        )
+    return SinkRotation(cos, sin)
+
+
+def rotation_reference(lengths: Tensor, ring: Ring, inverse: Tensor) -> SinkRotation:
+    """Computes `rotation_for` in plain torch."""
+    angles = dropped_tokens(lengths, ring).double()[:, None] * inverse
+    return SinkRotation(angles.cos().float(), angles.sin().float())
+
+
+def dropped_tokens(lengths: Tensor, ring: Ring) -> Tensor:
+    """Returns what `Ring.dropped` says of the newest token of each ring of so many tokens, int64 `[B]`."""
+    beyond = lengths.long() - 1 - ring.capacity
+    return torch.where(beyond < 0, 0, (beyond // ring.stride + 1) * ring.stride)
