@@ -33,7 +33,7 @@ from .waiting import WaitingQueue
 
 
 class Scheduler:
-    """Plans steps over one ledger. Up to `depth` plans are in flight, 1 or 2; their results come in order.
+    """Plans steps over one ledger. Up to `depth` plans are in flight; their results come in order.
 
     `admission`: how requests are counted; None counts each with its `max_tokens`, so that none is ever
     preempted. `clock`: returns seconds, by which waiting is measured. `budget`: how many prompt tokens a step
@@ -49,6 +49,8 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         budget: PrefillBudget | None = None,
     ) -> None:
+        if depth not in (1, 2):
+            raise ValueError(f"a depth of {depth}; give 1, or 2 to plan a step while one is in flight")
         self.ledger = ledger
         self.limits = limits
         self.depth = depth
@@ -207,6 +209,8 @@ class Scheduler:
         for scored, found in zip(step.plan.scored, result.scored, strict=True):
             step.prefills[scored.part].prompt_logprobs.append(found)
         decodes, num_begun = step.decodes, len(step.begun)
+        if len(result.tokens) != num_begun + len(decodes.rows):
+            raise ValueError(f"{len(result.tokens)} tokens for {num_begun + len(decodes.rows)} requests")
         events: list[TokenEvent] = []
         for i, request in enumerate(step.begun):
             self._take_token(request, i, result, events)
@@ -248,6 +252,8 @@ class Scheduler:
 
         Nothing that these steps computed stays in the cache, and the results of the later ones are dropped.
         """
+        if not self._in_flight:
+            raise ValueError("no step is in flight")
         requests = {request.id: request for step in self._in_flight for request in step.requests}
         self._in_flight.popleft()
         self._failed = True

@@ -123,10 +123,12 @@ class WaitingQueue:
                 request.lets_pass = request.num_new
             heapq.heappush(self._otherwise, (priority, request.num_new, ticket, request))
 
-    def pop(self, request: Request) -> Request:
-        """Removes one of `nexts`, and returns it."""
+    def pop(self, request: Request | None = None) -> Request:
+        """Removes one of `nexts`, or the head, and returns it. Raises IndexError where the queue is empty."""
         head = self.head
-        assert head is not None
+        if head is None:
+            raise IndexError("no request waits")
+        request = request or head
         request.place = head.order
         if request is not head:
             head.lets_pass -= request.num_new

@@ -46,14 +46,17 @@ class RowEdits(NamedTuple):
 
     @classmethod
     def of(cls, new_rows: Sequence[NewRow], prompts: Sequence[bytes], vocab_size: int) -> "RowEdits":
-        """Collects the edits of `new_rows`. `prompts`: as in StepPlan."""
+        """Collects the edits of `new_rows`. `prompts`: as in StepPlan.
+
+        Raises ValueError for a token id outside the vocabulary, a missing prompt, or too many end tokens.
+        """
         bans, masks = _ban_masks(new_rows, vocab_size)
         return cls(
             _bias_entries(new_rows),
             _count_entries(new_rows, prompts, vocab_size).ravel(),
             bans,
             masks,
-            _word_entries(new_rows),
+            _word_entries(new_rows, vocab_size),
             _tail_entries(new_rows),
         )
 
@@ -206,9 +209,12 @@ def _count_entries(new_rows: Sequence[NewRow], prompts: Sequence[bytes], vocab_s
     for new_row in new_rows:
         if not new_row.params.penalised:
             continue
+        if new_row.prompt_idx is not None and not 0 <= new_row.prompt_idx < len(prompts):
+            raise ValueError(f"row {new_row.row} has prompt {new_row.prompt_idx} of {len(prompts)}; give it")
         seen = seen_in[new_row.prompt_idx] if new_row.prompt_idx is not None else np.zeros(0, np.int64)
         made, num_made = np.unique(np.frombuffer(new_row.output_ids, np.int32), return_counts=True)
         tokens = np.concatenate([seen, made])
+        _check_vocabulary(new_row.row, tokens, vocab_size)
         added = np.concatenate([np.full(seen.size, _PROMPT_BIT), num_made])
         entries.append(np.stack([new_row.row * vocab_size + tokens, added]))
     return np.concatenate(entries, axis=1)
@@ -242,13 +248,17 @@ def _mask_bytes(vocab_size: int) -> int:
     return -(-vocab_size // 64) * 8
 
 
-def _word_entries(new_rows: Sequence[NewRow]) -> np.ndarray:
+def _word_entries(new_rows: Sequence[NewRow], vocab_size: int) -> np.ndarray:
     """Returns `RowEdits.words`, of the banned words and of the tokens that may not end the row yet. A word's
     first tokens stand at the end of its beginning."""
     entries = []
     for new_row in new_rows:
+        ends = new_row.stop_ids
+        if len(ends) > MAX_END_IDS:
+            raise ValueError(f"row {new_row.row} holds back {len(ends)} tokens; give at most {MAX_END_IDS}")
+        _check_vocabulary(new_row.row, np.array(ends, dtype=np.int64), vocab_size)
         words = [*((_EVER, *word) for word in new_row.params.bad_words_ids)]
-        words += [(new_row.may_stop_at, token) for token in new_row.stop_ids]
+        words += [(new_row.may_stop_at, token) for token in ends]
         for word_idx, (until, *before, last) in enumerate(words):
             place = new_row.row * _MAX_WORDS + word_idx
             entries.append((place, until, last, *[_ANY] * (_TAIL - len(before)), *before))
@@ -264,3 +274,10 @@ def _tail_entries(new_rows: Sequence[NewRow]) -> np.ndarray:
             last = np.frombuffer(new_row.last_ids, np.int32)[-_TAIL:].tolist()
             entries.append((new_row.row, *[_ANY] * (_TAIL - len(last)), *last))
     return np.array(entries, dtype=np.int64).reshape(-1, _TAIL + 1).T.ravel()
+
+
+def _check_vocabulary(row: int, tokens: np.ndarray, vocab_size: int) -> None:
+    if tokens.size and not (tokens.min() >= 0 and tokens.max() < vocab_size):
+        raise ValueError(
+            f"row {row} has token ids from {tokens.min()} to {tokens.max()}; the vocabulary has {vocab_size}"
+        )

@@ -101,8 +101,11 @@ class Sampler:
         device: torch.device | str,
         agree: Callable[[Tensor], object] | None = None,
     ) -> None:
-        if vocab_size > MAX_VOCAB_SIZE:
-            raise ValueError(f"a vocabulary of {vocab_size} tokens; it may have up to {MAX_VOCAB_SIZE}")
+        if num_rows < 2 or not 1 <= vocab_size <= MAX_VOCAB_SIZE:
+            raise ValueError(
+                f"a sampler of {num_rows} rows over {vocab_size} tokens; it takes at least 2 rows (row 0 is "
+                f"padding) and a vocabulary of 1 to {MAX_VOCAB_SIZE}"
+            )
         self.num_rows = num_rows
         self._agree = agree or (lambda tokens: None)
         self.vocab_size = vocab_size
@@ -127,10 +130,19 @@ class Sampler:
                 self._logit_edits = LogitEdits(self.num_rows, self.vocab_size, self.device)
 
     def set_rows(self, new_rows: Sequence[NewRow], prompts: Sequence[bytes] = ()) -> None:
-        """Sets the rows of sequences that open or resume, in one upload. `prompts`: as in StepPlan. The
-        scheduler has checked the parameters against the vocabulary, and gives each row from 1 on once."""
+        """Sets the rows of sequences that open or resume, in one upload. `prompts`: as in StepPlan.
+
+        Raises InvalidParams for parameters that do not fit the vocabulary, and ValueError for rows outside
+        1..num_rows-1 or given twice, seeds outside int64, token ids outside the vocabulary, or a missing
+        prompt. A call that raises changes nothing.
+        """
         if not new_rows:
             return
+        rows = [new_row.row for new_row in new_rows]
+        if min(rows) < 1 or max(rows) >= self.num_rows or len(set(rows)) < len(rows):
+            raise ValueError(f"rows {rows}; give each once, from 1 to {self.num_rows - 1} (row 0 is padding)")
+        for new_row in new_rows:
+            new_row.params.validate(self.vocab_size)
         lines = np.concatenate([_line(new_row) for new_row in new_rows])
         edits = RowEdits.of(new_rows, prompts, self.vocab_size)
 
@@ -154,8 +166,14 @@ class Sampler:
         int32 `[B, ceil(vocab_size / 32)]`, whose set bits are the tokens that may be drawn, or None for all.
         Log-probabilities are those without masks.
         Greedy rows take the lowest id among equal logits. A row whose logits hold NaN or +inf, or nothing but
-        -inf, gets some token of the vocabulary. From EDITED on, `enable_logit_edits` has run.
+        -inf, gets some token of the vocabulary. Raises ValueError if the shapes do not agree, and LightKVError
+        from EDITED on before `enable_logit_edits`.
         """
+        if logits.shape != (rows.shape[0], self.vocab_size) or positions.shape != rows.shape:
+            raise ValueError(
+                f"logits {tuple(logits.shape)}, rows {tuple(rows.shape)} and positions "
+                f"{tuple(positions.shape)}; give [B, {self.vocab_size}], [B] and [B]"
+            )
         if kind == SamplerKind.GREEDY:
             scores = logits if masks is None else _ban(logits.clone(), masks)
             tokens = scores.argmax(dim=-1)
@@ -194,7 +212,11 @@ class Sampler:
     def _sample_edited(
         self, logits: Tensor, rows: Tensor, positions: Tensor, truncated: bool, masks: Tensor | None
     ) -> Sampled:
-        assert self._logit_edits is not None
+        if self._logit_edits is None:
+            raise LightKVError(
+                "this SamplerKind needs buffers that do not exist yet; call enable_logit_edits() (before any "
+                "capture), or set a row that needs them"
+            )
         lines = self._lines.index_select(0, rows)
         scores = _scores(logits)
         log_mass = scores.logsumexp(dim=-1, keepdim=True)  # [B, 1]
@@ -263,6 +285,8 @@ def _neutral_lines(num_rows: int) -> np.ndarray:
 
 def _line(new_row: NewRow) -> np.ndarray:
     params = new_row.params
+    if not -(2**63) <= new_row.seed < 2**63:
+        raise ValueError(f"row {new_row.row} has seed {new_row.seed}; give a signed integer of 64 bits")
     line = np.zeros(1, _LINE)
     line["row"], line["seed"] = new_row.row, new_row.seed
     line["temperature"] = 0.0 if params.greedy else params.temperature

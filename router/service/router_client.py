@@ -127,6 +127,11 @@ class RouterClient:
         """The router's latest status, and its age."""
         return LatestStatus(self.status, time.monotonic() - self._status_time)
 
+    @property
+    def num_open(self) -> int:
+        """The number of requests that have not ended."""
+        return len(self._answers)
+
     def ready_info(self) -> RunnerInfo:
         """Returns the description of the model and its memory. Raises RequestRefused unless the service is
         ready."""

@@ -189,6 +189,8 @@ class StopChecker:
     """
 
     def __init__(self, stops: Sequence[str], include_stop: bool = False) -> None:
+        if not all(stops):
+            raise ValueError("an empty stop string would end every text at once; leave it out")
         self._stops = tuple(stops)
         self._include_stop = include_stop
         self._held = ""

@@ -324,7 +324,9 @@ class Grammars:
 
     def compile(self, grammar_id: int, grammar: Grammar, niceness: int = 0) -> None:
         """Compiles a grammar, and keeps it until `release`. `niceness`: that of the thread that does it. Raises
-        InvalidGrammar."""
+        InvalidGrammar, and ValueError for an id in use."""
+        if grammar_id in self._compiled:
+            raise ValueError(f"grammar {grammar_id} is compiled already; give each its own id")
         self.prepare()
         assert self._model is not None
         model = self._model.result()
@@ -368,6 +370,8 @@ class Grammars:
         the grammar that it is of. The other masks, and those of texts that have ended, allow every token.
         Returns why a grammar failed, by the index of its mask; it allows every token.
         """
+        if masks.dtype != np.int32 or masks.shape[1] != self.mask_words or not masks.flags.c_contiguous:
+            raise ValueError(f"masks of {masks.dtype} {masks.shape}; give int32 [n, {self.mask_words}]")
         masks.fill(-1)
         matchers, failed = [], {}
         for idx, grammar in grammars:

@@ -135,7 +135,7 @@ def test_log_probabilities_of_prompts_take_room_until_they_are_read(tmp_path: Pa
         assert f"log-probabilities of their prompts, fill the {4 * num_bytes} bytes" in refusal("10.0.0.3")
         for connection in waiting:
             connection.close()
-        wait_until(lambda: not api.client._answers)
+        wait_until(lambda: api.client.num_open == 0)
         api.router.hold = False
         for _ in range(3):
             assert len(api.post(COMPLETIONS, body)["choices"]) == 8

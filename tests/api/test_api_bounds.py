@@ -58,7 +58,7 @@ def test_bodies_of_unanswered_requests_have_a_bound(api: ApiUnderTest, stream: b
     wait_until(lambda: len(api.router.submits) == 3)
     for connection in (*waiting, short):
         connection.close()
-    wait_until(lambda: not api.client._answers)
+    wait_until(lambda: api.client.num_open == 0)
     api.router.hold = False
     for _ in range(4):  # the room was returned, and is returned at the end of every answer
         assert api.send("POST", CHAT, chat(700 * KIB, max_tokens=1, stream=stream))[0] == 200

@@ -199,7 +199,7 @@ def test_a_refusal_of_the_router_has_its_status_before_a_stream_begins(
     found, headers, content = api.send("POST", COMPLETIONS, {"prompt": "a", "stream": stream})
     assert (found, headers["retry-after"]) == (status, retry)
     assert error_of(content)["message"] == "because"
-    assert not api.client._answers
+    assert api.client.num_open == 0
 
 
 def test_answers_are_refused_together(api: ApiUnderTest) -> None:
@@ -207,7 +207,7 @@ def test_answers_are_refused_together(api: ApiUnderTest) -> None:
     api.post(COMPLETIONS, {"prompt": ["a", "b"], "n": 4}, 429)
     assert len({asked.request_id for asked in api.router.submits}) == 8
     assert len({id(asked.submit) for asked in api.router.submits}) == 1
-    assert not api.client._answers
+    assert api.client.num_open == 0
     api.router.refuse = lambda asked: None
     api.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1})
     assert api.router.aborts == []  # the router never knew them
@@ -259,7 +259,7 @@ def test_a_failed_answer_aborts_the_other_answers(api: ApiUnderTest) -> None:
     api.router.fail_after, api.router.delay = 2, 0.01
     api.post(COMPLETIONS, {"prompt": ["a", "b"], "max_tokens": 100}, 500)
     wait_until(lambda: api.router.num_running == 0)
-    assert not api.client._answers
+    assert api.client.num_open == 0
 
 
 def test_streams_end_when_the_router_dies_and_requests_are_refused(fresh: ApiUnderTest) -> None:
@@ -304,7 +304,7 @@ def test_a_client_that_disconnects_aborts_its_answers(fresh: ApiUnderTest, strea
     wait_until(lambda: len(fresh.router.aborts) == 3)
     assert {abort.reason for abort in fresh.router.aborts} == {"abort"}
     wait_until(lambda: fresh.router.num_running == 0)
-    assert not fresh.client._answers
+    assert fresh.client.num_open == 0
     assert 'finished_reason="abort",model_name="smol"} 3.0' in metrics_text(fresh)
 
 
@@ -318,7 +318,7 @@ def test_a_slow_reader_does_not_stall_others(api: ApiUnderTest) -> None:
     slow.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
     wait_until(lambda: len(api.router.submits) == 16)
     assert api.post(COMPLETIONS, {"prompt": "a", "max_tokens": 5})["choices"][0]["text"] == TEXT
-    wait_until(lambda: not api.client._answers, 20)  # the API reads all events although the client does not
+    wait_until(lambda: api.client.num_open == 0, 20)  # the API reads all events although the client does not
     received = b""
     while b"[DONE]" not in received[-100:]:
         received += slow.recv(65536)

@@ -57,6 +57,8 @@ def test_one_is_compiled_at_a_time_in_the_order_of_requests() -> None:
     assert desk.orders() == [Compile(ids[1], grammar(1))]
     with pytest.raises(ValueError, match="is not being compiled"):
         desk.take(Compiled(ids[2]))
+    with pytest.raises(ValueError, match="holds a grammar already"):
+        desk.hold(["0"], grammar(5), MIB)
     desk.check()
 
 

@@ -36,7 +36,7 @@ def test_a_request_is_passed_only_by_those_that_come_within_a_minute_of_each_uni
     queue.push(low := request(0, priority=2))
     for second in range(500):
         queue.push(request(1 + second, at=float(second)))
-        if queue.pop(queue.head) is low:
+        if queue.pop() is low:
             break
     assert second == 2 * SECONDS_PER_PRIORITY
 
@@ -51,7 +51,7 @@ def test_extreme_priorities_pass_a_request_for_a_bounded_time(urgent: int, own: 
     queue.push(waiting := request(0, priority=own))
     for number in range(1, 1000):
         queue.push(request(number, priority=urgent, at=10.0 * number))
-        if queue.pop(queue.head) is waiting:
+        if queue.pop() is waiting:
             break
     assert 10.0 * number == 60.0 * minutes
 
@@ -62,7 +62,7 @@ def test_with_patience_extreme_priorities_leave_one_in_so_many_admissions() -> N
     popped = []
     for number in range(1, 200):
         queue.push(request(number, priority=-(2**31), at=10.0 * number))
-        popped.append(queue.pop(queue.head))
+        popped.append(queue.pop())
     assert popped.index(waiting) == 3 * LATE_EVERY - 1  # 600 seconds later
 
 
@@ -77,7 +77,7 @@ def test_with_patience_one_in_so_many_admissions_goes_to_the_longest_waiting_req
     popped = []
     for number in range(4, 6 * LATE_EVERY):
         queue.push(request(number, at=10.0))
-        popped.append(queue.pop(queue.head))
+        popped.append(queue.pop())
         queue.check()
     assert [popped.index(one) for one in [*late, low]] == [i * LATE_EVERY - 1 for i in (1, 2, 3, 4)]
     assert len(queue) == 4
@@ -90,9 +90,9 @@ def test_a_request_that_is_preempted_gets_its_place_back_once() -> None:
     for _ in range(3 * LATE_EVERY):
         queue.push(one)
         queue.push(request(1))
-        assert queue.pop(queue.head) is one
+        assert queue.pop() is one
         one.num_preemptions += 1
-        queue.pop(queue.head)
+        queue.pop()
         assert len(queue) == 0
         assert queue.head is None
         queue.check()
@@ -113,7 +113,7 @@ def test_random_lives_of_the_queue_keep_few_stale_entries() -> None:
                 gone = waiting.pop(rng.randrange(len(waiting)))
                 queue.forget(gone)
             else:
-                waiting.remove(queue.pop(queue.head))
+                waiting.remove(queue.pop())
         if number % 500 == 0:
             queue.check()
     assert len(queue) == len(waiting)

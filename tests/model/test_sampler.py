@@ -10,7 +10,7 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 from lightkv.errors import LightKVError
 from lightkv.router.engine.step import NewRow
 from lightkv.router.model.sampler import Sampler
-from lightkv.router.sampling_params import SamplerKind, SamplingParams
+from lightkv.router.sampling_params import MAX_END_IDS, InvalidParams, SamplerKind, SamplingParams
 from tests.support.combinations import slow
 from tests.support.gpu_engine import no_waits
 from tests.support.sampler_rows import (
@@ -304,6 +304,47 @@ def test_a_row_of_nan_or_inf_gets_some_token_and_changes_no_other(
 
 
 # ---- Misuse, memory, checks
+
+
+def test_a_row_is_refused_before_anything_changes(device: torch.device) -> None:
+    sampler = make_sampler(device, SamplingParams(temperature=0), SamplingParams())
+    lines = sampler._lines.clone()
+    prompts = [int32_bytes([1]), int32_bytes([VOCAB_SIZE])]
+    good = NewRow(1, SamplingParams(repetition_penalty=1.1), 3, 0)
+    for bad in (
+        NewRow(0, SamplingParams(), 1),
+        NewRow(1, SamplingParams(), 1),  # a row given twice
+        NewRow(5, SamplingParams(), 1),
+        NewRow(2, SamplingParams(), 2**63),
+        NewRow(2, SamplingParams(logit_bias={VOCAB_SIZE: 1.0}), 1),
+        NewRow(2, SamplingParams(repetition_penalty=1.1), 1, 1),
+        NewRow(2, SamplingParams(repetition_penalty=1.1), 1, 2),  # a prompt that is not given
+        NewRow(2, SamplingParams(repetition_penalty=1.1), 1, None, int32_bytes([-1])),
+        NewRow(2, SamplingParams(min_tokens=3), 1, may_stop_at=9, stop_ids=[VOCAB_SIZE]),
+        NewRow(2, SamplingParams(min_tokens=3), 1, may_stop_at=9, stop_ids=[1] * (MAX_END_IDS + 1)),
+    ):
+        with pytest.raises(ValueError, match=r"give|vocabulary") as caught:
+            sampler.set_rows([good, bad], prompts)
+        assert isinstance(caught.value, InvalidParams) == bool(bad.params.logit_bias)
+        assert torch.equal(sampler._lines, lines)
+        assert sampler._logit_edits is None
+
+
+def test_shapes_that_disagree_are_refused(device: torch.device) -> None:
+    sampler = make_sampler(device, SamplingParams())
+    with pytest.raises(ValueError, match=r"\[B, 97\]"):
+        draw(sampler, make_logits(1, 0, 96), [1], [0], RANDOM)
+    with pytest.raises(ValueError, match=r"\[B, 97\]"):
+        draw(sampler, make_logits(2, 0), [1], [0], RANDOM)
+    with pytest.raises(ValueError, match="at least 2 rows"):
+        Sampler(1, VOCAB_SIZE, device)
+
+
+@pytest.mark.parametrize("kind", [EDITED, FULL], ids=lambda kind: kind.name)
+def test_sampling_edited_without_its_buffers_is_refused(kind: SamplerKind, device: torch.device) -> None:
+    sampler = make_sampler(device, SamplingParams())
+    with pytest.raises(LightKVError, match="enable_logit_edits"):
+        draw(sampler, make_logits(1, 0), [1], [0], kind)
 
 
 def num_bytes(owner: object) -> int:

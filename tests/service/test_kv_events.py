@@ -48,6 +48,7 @@ def live_through(life: LedgerLife, num_edits: int, every: int) -> tuple[int, int
                 assert consumer.blocks.prefixes() == blocks_of(life.ledger)
         consumer.replay()
         assert consumer.blocks.prefixes() == blocks_of(life.ledger)
+        assert publisher.queue.num_overflows == 0
     return num_live, consumer.num_replays
 
 
@@ -134,6 +135,7 @@ def test_a_queue_that_overflows_leaves_consumers_right(max_queued_bytes: int) ->
                 publisher.send()
                 consumer.replay()
                 assert consumer.blocks.prefixes() == blocks_of(life.ledger)
+        assert publisher.queue.num_overflows > 0
 
 
 def test_an_overflow_drops_all_that_was_queued() -> None:
@@ -145,6 +147,7 @@ def test_an_overflow_drops_all_that_was_queued() -> None:
         queue.put(ledger.tree.drain_changes(), ledger.tree.contents)
     items, is_last = queue.take()
     assert not is_last
+    assert queue.num_overflows == 3
     (restart,) = items[:1]
     assert len(restart.contents) == 9  # type: ignore[union-attr]
     assert len(items) == 1

@@ -414,7 +414,7 @@ def service(directory: Path, **settings: Any) -> ApiUnderTest:
 
 def idle(api: ApiUnderTest) -> ApiUnderTest:
     """Returns the same service as if it had just started, except for its metrics."""
-    wait_until(lambda: not api.client._answers and api.router.num_running == 0)
+    wait_until(lambda: api.client.num_open == 0 and api.router.num_running == 0)
     api.call(lambda: api.router.report("ready"))
     wait_until(lambda: api.client.status.load == IDLE and api.client.status.state == "ready")
     api.router.reset(api.tokenizer.encode(TEXT).tolist())

@@ -443,6 +443,11 @@ def test_text_that_only_began_like_a_stop_string_is_shown() -> None:
     assert checker.hit is None
 
 
+def test_empty_stop_string_is_refused() -> None:
+    with pytest.raises(ValueError, match="empty stop string"):
+        StopChecker(["a", ""])
+
+
 def test_a_word_is_banned_at_the_beginning_of_a_text_and_after_a_space(byte_level: Tokenizer) -> None:
     both = [tuple(byte_level.encode(text, add_special_tokens=False).tolist()) for text in ("cat", " cat")]
     assert both[0] != both[1]

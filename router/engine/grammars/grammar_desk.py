@@ -99,9 +99,12 @@ class GrammarDesk:
         """Returns the id of the grammar that the requests `names` need, which stays until each is released.
 
         `num_bytes`: what it takes when it is compiled. `owner`: what stands for the client. Raises
-        InvalidParams for a grammar that was being compiled when a device died, and TooManyGrammars where
-        MAX_WAITING of the owner wait; nothing is held then.
+        InvalidParams for a grammar that was being compiled when a device died, TooManyGrammars where
+        MAX_WAITING of the owner wait, and ValueError for a name that holds one; nothing is held then.
         """
+        for name in names:
+            if name in self._by_name:
+                raise ValueError(f"request {name!r} holds a grammar already; release it first")
         digest = hashlib.sha256(msgspec.msgpack.encode(grammar)).digest()
         if digest in self._refused:
             raise InvalidParams(

@@ -70,7 +70,8 @@ class HeldRequests:
         held then.
         """
         grammar = submit.params.grammar
-        assert grammar is not None
+        if grammar is None:
+            raise ValueError("the submission has no grammar; add its requests to the engine")
         scheduler, now = engine.scheduler, time.monotonic()
         for request in requests:
             request.validate(scheduler.limits, scheduler.ledger.capacity, scheduler.ledger.groups)

@@ -24,9 +24,14 @@ class Restart:
 
 
 class ChangeQueue:
-    """A queue between two threads. `wake_fd` can be polled while the queue has something to take."""
+    """A queue between two threads. `wake_fd` can be read from (polled) while the queue has something to take.
+
+    Attributes:
+        num_overflows: how often everything queued was dropped.
+    """
 
     def __init__(self, max_bytes: int = MAX_QUEUED_BYTES) -> None:
+        self.num_overflows = 0
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
@@ -45,6 +50,7 @@ class ChangeQueue:
         if fits:
             os.eventfd_write(self.wake_fd, 1)
         else:
+            self.num_overflows += 1
             self.restart(contents())
 
     def restart(self, contents: list[SegmentAdded]) -> None:
