@@ -32,9 +32,9 @@ def decode_buckets(
     """Returns the decodes of a step in buckets of similar length. `index`: the layer's (`Step.index_of`);
     `bounded`: what limits the first key that a query sees there (`limits`); `dtype` is that of the queries."""
     lengths = step.host.kv_lens[step.host.num_prefills :]
-    for one in bounded:
-        firsts = [one.first_key(length - 1) for length in lengths.tolist()]
-        lengths = lengths - np.array(firsts, dtype=np.int64)
+    newest = np.maximum(lengths - 1, 0).tolist()
+    firsts = [max([one.first_key(position) for one in bounded], default=0) for position in newest]
+    lengths = lengths - np.array(firsts, dtype=np.int64)
     # A padding row of a static batch has length 0. Attention to no key is NaN, so it attends to slot 0.
     lengths = np.maximum(lengths, 1)
     buckets = bucket_lengths(lengths)

@@ -196,7 +196,7 @@ class Simulation:
         self._num_cut += output < asked.output
         self._num_prompt += asked.prompt
         ids = prompt_ids(number, asked)
-        is_stated = self._draws.random() < config.stated
+        is_stated, _ = self._draws.random() < config.stated, self._draws.random()  # as in published figures
         if config.admission == "oracle":
             max_new = output
         elif not is_stated:  # it may take all of the pool

@@ -235,7 +235,7 @@ def test_no_number_of_queries_is_a_cliff() -> None:
         equal = -(-sum(units) * 8 // 132)
         # Whole tiles: the programs take them in turns.
         longest = share or sum(units[:: 132 // 8])
-        assert before * 0.98 <= longest <= 1.25 * equal + 5 or len(units) <= 2, num_queries
+        assert before * 0.98 <= longest <= 1.1 * equal + 2 or len(units) <= 2, num_queries
         before = longest
 
 

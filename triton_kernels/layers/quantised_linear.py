@@ -250,7 +250,7 @@ def quantised_launch(
         return None
     in_turns = element_size == 1 and group > 0 and num_columns % (2 * block_k) == 0
     if in_turns and num_tokens > 16 and num_rows % 128 == 0 and num_rows > 128 * device.num_multiprocessors:
-        # Programs that all have several turns read fewer tokens with more rows.
+        # Where every program computes several tiles, larger tiles read the tokens fewer times.
         return QuantisedLaunch(128, block_k, 4, 4, 1, 1)
     blocks, most = num_rows // block_n, device.num_multiprocessors * (2 if in_turns else 1)
     splits = 1

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from lightkv.integrations.model.mixers.mixer import is_bound_mixer
 from lightkv.integrations.ranks.sharded import SummedLinear
 from lightkv.integrations.ranks.term_room import TermPlace
-from lightkv.integrations.weights.fp8 import Fp8Weight
 from lightkv.integrations.weights.weight_part import WeightPart
 from lightkv.triton_kernels.layers.gated_activation import gated_activation, gated_activation_reference
 from lightkv.triton_kernels.norms import Norm
@@ -32,7 +31,7 @@ from .context import given_cache
 from .fused_norm import Carry, add_and_norm
 from .fused_rotary import layout_of
 from .hf_model import PackedStep
-from .linears import forward_of
+from .linears import forward_of, has_registered_hooks
 
 # The activations of `gated_activation`, by the classes of the modules that compute the same.
 _ACTIVATIONS = {
@@ -168,8 +167,9 @@ class GatedMLP:
     def output(self, x: Tensor, turn: int | None = None) -> Output:
         """Computes the MLP of x, `[..., C]`. `turn`: as in `Output.of`."""
         gate_up = self.gate_up(x)
-        if isinstance(self.down, WeightPart) and isinstance(self.down.of, Fp8Weight):
-            product = self.down.of.gated(gate_up, self.activation)
+        if isinstance(self.down, WeightPart) and not has_registered_hooks(self.down):
+            # A rank's part of a sum is no WeightPart, and is rounded in a launch of its own.
+            product = self.down.gated(gate_up, self.activation)
             if product is not None:
                 return Output(product)
         return Output.of(self.down, activate(gate_up, self.activation), turn)

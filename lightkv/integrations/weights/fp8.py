@@ -11,7 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightkv.triton_kernels.layers.quantised_linear import QuantisedTensors, fp8_rows, quantised_linear
+from lightkv.triton_kernels.layers.quantised_linear import (
+    MAX_TOKENS,
+    QuantisedTensors,
+    fp8_rows,
+    quantised_linear,
+)
 
 from .humming import LibraryTensors
 from .quantised import QuantisedWeight, Wanted
@@ -50,13 +55,16 @@ class Fp8Weight(QuantisedWeight):
         """Returns the product of activation(gate) · up of `gate_up` `[..., 2K]`, whose first half is the gate:
         `[..., N]`; None where tokens are multiplied as they are, as one token is."""
         x = gate_up.reshape(-1, gate_up.shape[-1])
-        rounded = self.rounded(x, activation) if len(x) > 1 and self.tensors.block[1] else None
-        if rounded is None or self._tickets is None:
+        num_tokens, tickets = len(x), self._tickets
+        if tickets is None or num_tokens < 2 or not self.tensors.block[1]:
             return None
-        rows = rounded[0][: len(x)]
-        y = x.new_empty((len(x), self.shape[0]))
-        if quantised_linear(rows, self.tensors, self.bias, self._tickets, y, rounded) is None:
-            y = self._scaled(rounded, len(x))
+        if (rounded := self.rounded(x, activation)) is None:
+            return None
+        y = None
+        if num_tokens <= MAX_TOKENS:
+            rows, out = rounded[0][:num_tokens], x.new_empty((num_tokens, self.shape[0]))
+            y = quantised_linear(rows, self.tensors, self.bias, tickets, out, rounded)
+        y = self._scaled(rounded, num_tokens) if y is None else y
         return y.view(*gate_up.shape[:-1], self.shape[0])
 
     def many(self, x: Tensor) -> Tensor:

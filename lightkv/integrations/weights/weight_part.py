@@ -5,6 +5,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from .fp8 import Fp8Weight
 from .plain import PlainWeight
 from .weight import Weight
 
@@ -39,6 +40,12 @@ class WeightPart(nn.Module):
         """Computes the whole product, and returns the outputs of the part."""
         y: Tensor = self.of.matmul(x)
         return y if self.out_features == self.of.shape[0] else y.narrow(-1, self.begin, self.out_features)
+
+    def gated(self, gate_up: Tensor, activation: str) -> Tensor | None:
+        """Returns what `Fp8Weight.gated` returns; None for other weights, and for a part of one."""
+        if not isinstance(self.of, Fp8Weight) or self.out_features != self.of.shape[0]:
+            return None
+        return self.of.gated(gate_up, activation)
 
 
 def weight_of(layer: nn.Module) -> Weight:

@@ -13,6 +13,7 @@ from lightkv.triton_kernels.attention.prefill.prefill_plan import (
     ALIGNED_COST,
     ALL_KEYS,
     CUT_GAIN,
+    CUT_GAIN_OF_SEVERAL,
     ITEM_FIELDS,
     LEAST_SECTIONS,
     PrefillPlan,
@@ -133,10 +134,11 @@ def _units_reference(
 
 
 def share_reference(
-    units: list[int], num_kv_heads: int, shares: prefill_tuning.PrefillShares
+    units: list[int], num_kv_heads: int, shares: prefill_tuning.PrefillShares, is_alone: bool = True
 ) -> tuple[int, bool]:
     """Returns the units of a share for tiles of so many units, in descending order, and whether each tile
-    begins a share; 0 units if whole tiles keep the device busy for hardly longer than shares do."""
+    begins a share; 0 units if whole tiles keep the device busy for hardly longer than shares do. `is_alone`:
+    whether the tiles are of one request."""
     num_workers, num_programs, _, least_units, least_gain = shares
     if not num_workers:
         return 0, False
@@ -153,7 +155,8 @@ def share_reference(
             share, aligned = longer, True
             break
     shared = share * -(-num_workers * num_kv_heads // num_programs)
-    return (share if whole - shared >= least_gain + shared // CUT_GAIN.value else 0), aligned
+    gain = (CUT_GAIN if is_alone else CUT_GAIN_OF_SEVERAL).value
+    return (share if whole - shared >= least_gain + shared // gain else 0), aligned
 
 
 def prefill_plan_reference(
@@ -176,7 +179,8 @@ def prefill_plan_reference(
     )
     units = [_units_reference(tile, group, block_m, limits, causal, unit) for tile in tiles]
     total = sum(size for _, size in units)
-    share, aligned = share_reference([size for _, size in units], num_kv_heads, shares)
+    is_alone = len({tile[0] for tile in tiles}) <= 1
+    share, aligned = share_reference([size for _, size in units], num_kv_heads, shares, is_alone)
     items = [[-1] * ITEM_FIELDS.value for _ in range(len(plan.items))]
     if not share:
         items[: len(tiles)] = tiles

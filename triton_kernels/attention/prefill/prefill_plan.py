@@ -26,6 +26,9 @@ piece of a tile that is cut writes a part, a partial output: item w part w, and 
 begins inside share w, part num_workers + w. `prefill_combine.py` combines them. So there are at most two parts
 for each worker.
 
+Tiles are cut where that shortens the work by a sixteenth of a share, or by a fifth where several requests have
+tiles: pieces of many requests do not read the same keys together.
+
 If shares need to be longer by a sixteenth at most for it, each tile begins a share of its own, and the rest of
 its last share stays empty. Tiles of one request are cut at the same keys then:
 
@@ -57,7 +60,9 @@ from . import prefill_tuning
 # 10 and 11, of a tile's second piece: parts of the tile, the first of them; the others begin at the item
 ITEM_FIELDS = tl.constexpr(12)
 ALIGNED_COST = tl.constexpr(16)  # a share may be longer by a sixteenth, so that tiles begin shares
-CUT_GAIN = tl.constexpr(5)  # whole tiles may take longer than equal shares by a fifth
+# Whole tiles may take longer than equal shares by a sixteenth, and those of several requests by a fifth.
+CUT_GAIN = tl.constexpr(16)
+CUT_GAIN_OF_SEVERAL = tl.constexpr(5)
 LEAST_SECTIONS = tl.constexpr(4)
 ALL_KEYS = 2**31 - 1  # the end of the keys of an item that is a whole tile
 _ALL_KEYS = tl.constexpr(ALL_KEYS)
@@ -222,6 +227,8 @@ def _share_kernel(
     # full turns precede it, whichever is earlier.
     total = 0
     longest = 1
+    first_request = tl.load(tiles)
+    num_others = 0  # tiles of other requests
     turns_end = 0
     whole = 0
     for start in range(0, capacity, BLOCK_T):
@@ -234,6 +241,8 @@ def _share_kernel(
         whole = tl.maximum(whole, tl.max(tl.where(units > 0, end, 0), 0))
         turns_end += tl.sum(turns * units, 0)
         longest = tl.maximum(longest, tl.max(units, 0))
+        request = tl.load(tiles + tile * ITEM_FIELDS, mask=tile < capacity, other=-1)
+        num_others += tl.sum(((request >= 0) & (request != first_request)).to(tl.int32), 0)
         total += tl.sum(units, 0)
 
     share = tl.maximum(tl.cdiv(total, num_workers), least_units)
@@ -251,13 +260,14 @@ def _share_kernel(
     if (num_shorter > num_workers) & (num_longer <= num_workers):
         share = longer
     shared = share * tl.cdiv(num_workers * num_kv_heads, num_programs)
-    is_cut = whole - shared >= least_gain + shared // CUT_GAIN
+    gain = tl.where(num_others > 0, CUT_GAIN_OF_SEVERAL, CUT_GAIN)
+    is_cut = whole - shared >= least_gain + shared // gain
     if is_cut:
         num_cut = tl.where(num_shorter > num_workers, num_longer, num_shorter)
         tl.store(counters + 2, tl.where(aligned, num_cut, tl.cdiv(total, share)))
     else:
-        # A section's longest tiles begin when the section before it ends. So there are as many sections as the
-        # longest tile fits into a program's work; a few save less of the cache than their last tiles cost.
+        # A section's longest tile begins when the section before it ends. So there are as many sections as a
+        # program's work has times the longest tile's. Fewer than four save less than their last tiles cost.
         length = tl.cast(longest, tl.int64) * num_programs
         sections = ((tl.cast(total, tl.int64) * num_kv_heads * 4 + length * 3) // (length * 4)).to(tl.int32)
         sections = tl.where(sections < LEAST_SECTIONS, 1, sections)

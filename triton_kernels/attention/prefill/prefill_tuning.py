@@ -89,9 +89,8 @@ class PrefillShares(NamedTuple):
     `num_programs`: programs that the device runs at once, for all K/V heads.
     `unit`: keys; tiles are cut at multiples of it. The key tiles of `prefill_hopper` have to divide it.
     `least_units`: of a share.
-    `least_gain`: units by which cutting has to shorten the longest program's work, beside a fifth of what is
-    left of it: partial outputs have to be written and combined, and programs that compute different keys of a
-    request do not share them in the cache.
+    `least_gain`: units by which cutting has to shorten the longest program's work, beside a share
+    of what is left of it (`prefill_plan.CUT_GAIN`), since partial outputs have to be written and combined.
     """
 
     num_workers: int
