@@ -58,7 +58,9 @@ def in_process(found: Any) -> Iterator[float]:
 
 
 def mixture(found: Any) -> Iterator[float]:
-    yield from both(found, *(f"decode step, batch {batch}" for batch in (1, 32)))
+    yield from both(
+        found, *(f"device in a step, batch {one}, pauses of 0 s: step_ms" for one in (1, 32, 256))
+    )
 
 
 def over_http(found: Any) -> Iterator[float]:

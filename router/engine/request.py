@@ -101,9 +101,8 @@ class Request:
     # A prompt whose log-probabilities are asked for is computed in full, so it shares nothing.
     is_scored: bool = field(init=False)
     is_apart: bool = field(init=False)
-    is_repeated: bool = field(
-        default=False, init=False
-    )  # does another answer to its prompt begin with this one?
+    # Does another answer to its prompt begin with this one?
+    is_repeated: bool = field(default=False, init=False)
     cached: bool = field(init=False)  # do the request's tokens stay in the cache once it has ended?
     can_be_guaranteed: bool = field(default=False, init=False)
     is_guaranteed: bool = field(default=False, init=False)

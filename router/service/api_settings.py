@@ -52,8 +52,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True):
     model_directory: the directory of the tokenizer. router_socket: path of the router's unix socket.
     listen_fd: a bound socket (TCP or unix) that this process inherits.
     chat_template: the source of a chat template to use in place of the model's own.
-    shutdown_timeout: seconds that open responses have to finish once
-        the router has ended.
+    shutdown_timeout: seconds that open responses have to finish once the router has ended.
     """
 
     api: ApiSettings

@@ -48,8 +48,8 @@ class NewAnswer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class NewPrompt(msgspec.Struct, frozen=True, array_like=True):
-    """One prompt, int32 bytes, and the answers to it. `boundary`: how many of
-    its tokens the next turn of its chat begins with, too; 0 if that is not known."""
+    """One prompt, int32 bytes, and the answers to it. `boundary`: how many of its tokens the next turn of its
+    chat begins with, too; 0 if that is not known."""
 
     prompt_ids: bytes
     answers: Annotated[list[NewAnswer], Meta(min_length=1)]

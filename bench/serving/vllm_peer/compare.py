@@ -50,6 +50,7 @@ from bench.serving.vllm_peer.rows import (
     HTTP,
     LIFELIKE,
     OFFLINE,
+    PAUSES,
     PROMPTS,
     Results,
     compare,
@@ -75,11 +76,12 @@ LIFELIKE_DRAIN_SECONDS = 45.0  # that a cell may take beyond --seconds
 
 class Amount(NamedTuple):
     """How much is measured. `rounds`: in process, of each batch size. `requests`: of the loads of CLIENTS.
-    `num_shared`: prompts that begin alike."""
+    `num_shared`: prompts that begin alike. `traced`: batches whose steps are traced on the device."""
 
     rounds: int
     requests: tuple[int, ...]
     num_shared: int = 0
+    traced: tuple[int, ...] = ()
 
 
 FULL = Amount(3, (24, 128, 1024))  # four waves and more of each number of clients
@@ -115,6 +117,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     made.add_argument("--only", choices=[*ENGINES, "nothing"], help="measure one engine, or nothing")
     made.add_argument("--skip-offline", action="store_true", help="leave out the part in process")
     made.add_argument("--skip-http", action="store_true", help="leave out the part with services")
+    made.add_argument("--device-time", type=int, nargs="*", choices=BATCHES, default=[], metavar="BATCH",
+                      help="also trace steps of these batches on the device")  # fmt: skip
     made.add_argument("--lifelike", nargs="*", choices=CELL_NAMES, metavar="CELL",
                       help=f"also serve loads like life: all, or some of {', '.join(CELL_NAMES)}")  # fmt: skip
     made.add_argument("--traces", type=Path, help="for --lifelike: the folder with Azure's traces")
@@ -200,7 +204,8 @@ def measure_offline(engine: Engine, place: Workplace, amount: Amount, settings: 
     command = [str(script), engine.name, str(place.model), "--out", str(out), "--rounds", str(amount.rounds),
                "--vocab-size", str(place.vocab_size), "--prompt", str(PROMPT),
                "--batches", *map(str, BATCHES), "--first-token", *map(str, PROMPTS),
-               "--shared", str(amount.num_shared),
+               "--shared", str(amount.num_shared), "--device-time", *map(str, amount.traced),
+               "--pauses", *map(str, PAUSES),
                "--set", *(f"{name}={value!r}" for name, value in settings.items())]  # fmt: skip
     log = place.logs / f"{engine.name}-offline.log"
     log.unlink(missing_ok=True)
@@ -211,7 +216,7 @@ def measure_offline(engine: Engine, place: Workplace, amount: Amount, settings: 
         failure = error
     if out.exists():
         found = json.loads(out.read_text())
-        names = ("start_seconds", "batches", "first_token_ms", "shared_s", "unshared_s")
+        names = ("start_seconds", "batches", "first_token_ms", "device", "shared_s", "unshared_s")
         yield {name: found[name] for name in names if name in found}
     if failure is not None:
         raise failure
@@ -322,7 +327,9 @@ def measure(
 ) -> None:
     """Measures an engine in process and as a service. If a part fails, the others still run."""
     settings = parse_settings(options.set) if engine is lightkv else {}
-    amount = (QUICK if options.quick else FULL)._replace(num_shared=options.shared)
+    amount = (QUICK if options.quick else FULL)._replace(
+        num_shared=options.shared, traced=tuple(options.device_time)
+    )
     parts: dict[str, Iterator[Results]] = {}
     if not options.skip_offline:
         parts[OFFLINE] = measure_offline(engine, place, amount, settings)

@@ -228,13 +228,14 @@ def measure_device(engine: Engine, load: Load, batch: int, pause: float) -> dict
             sampling.terminate()
             printed = sampling.communicate()[0].splitlines()
         busy.append(engine.in_worker(end_trace))
-    samples = [tuple(map(float, line.split(","))) for line in printed if line.count(",") == 1]
-    clocks, watts = zip(*[one for one in samples if one[1] > BUSY_WATTS] or samples, strict=True)
-    return {
-        "step_ms": (busy[1] - busy[0]) / (TRACED[1] - TRACED[0]),
-        "clock_mhz": statistics.median(clocks),
-        "watts": statistics.median(watts),
-    }
+    samples = [
+        tuple(map(float, line.split(","))) for line in printed if line.count(",") == 1 and "N/A" not in line
+    ]
+    samples = [one for one in samples if one[1] > BUSY_WATTS] or samples
+    found = {"step_ms": (busy[1] - busy[0]) / (TRACED[1] - TRACED[0])}
+    for name, values in zip(("clock_mhz", "watts"), zip(*samples, strict=True), strict=False):
+        found[name] = statistics.median(values)  # none where nvidia-smi says nothing
+    return found
 
 
 def parse_settings(pairs: list[str]) -> dict[str, Any]:
@@ -306,8 +307,8 @@ def main() -> None:
         for pause in options.pauses:
             found = measure_device(engine, load, batch, pause)
             results.setdefault("device", {})[f"batch {batch}, pauses of {pause:g} s"] = found
-            print(f"batch {batch:4d}: device busy {found['step_ms']:.3f} ms of a step, pauses of {pause:g} s, "
-                  f"{found['clock_mhz']:.0f} MHz, {found['watts']:.0f} W", flush=True)  # fmt: skip
+            figures = ", ".join(f"{name} {value:.3f}" for name, value in found.items())
+            print(f"batch {batch:4d}: on the device, pauses of {pause:g} s: {figures}", flush=True)
             save()
     if options.shared:
         results |= measure_shared(engine, load, options.shared, options.rounds)
