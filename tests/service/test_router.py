@@ -242,7 +242,7 @@ async def submit_more_than_fits(client: Client) -> list[str]:
 async def test_preempted_requests_finish_while_the_service_drains(
     tmp_path: Path, depth: int, admission: str
 ) -> None:
-    async with service(tmp_path, depth, pause=0.005, admission=admission) as made:
+    async with service(tmp_path, depth, pause=0.002, admission=admission) as made:
         client = await made.connect()
         names = await submit_more_than_fits(client)
         await client.until(lambda status: status.load.num_preemptions > 0)
@@ -256,7 +256,7 @@ async def test_preempted_requests_finish_while_the_service_drains(
 
 
 async def test_a_worker_that_dies_ends_preempted_requests_and_keeps_the_estimates(tmp_path: Path) -> None:
-    async with service(tmp_path, 2, pause=0.005) as made:
+    async with service(tmp_path, 2, pause=0.002) as made:
         client = await made.connect()
         names = await submit_more_than_fits(client)
         while not made.router.load().num_preemptions:  # a status would arrive too late

@@ -212,7 +212,7 @@ async def test_a_worker_leaves_signals_to_the_launcher_and_is_killed_if_it_does_
     """A signal may reach the whole process group, but running requests have to finish: the worker ends with the
     router, or if a call takes too long."""
     info = msgspec.msgpack.encode(recording.info).hex()
-    client = WorkerClient(step_timeout=2.0, program=[sys.executable, "-c", WITHOUT_MODEL.format(info=info)])
+    client = WorkerClient(step_timeout=1.0, program=[sys.executable, "-c", WITHOUT_MODEL.format(info=info)])
     starting = asyncio.ensure_future(client.start(config, lambda line: None))
     while not (ignored := ignored_signals(client.pid)):
         await asyncio.sleep(0.01)
@@ -220,13 +220,13 @@ async def test_a_worker_leaves_signals_to_the_launcher_and_is_killed_if_it_does_
     os.kill(client.pid, signal.SIGTERM)
     os.kill(client.pid, signal.SIGINT)
     assert (await starting).device == "cpu"
-    await asyncio.sleep(2.2)  # no call is in flight, so none is overdue
+    await asyncio.sleep(1.2)  # no call is in flight, so none is overdue
     assert await client.step(recording.plans[0]) is None
     os.kill(client.pid, signal.SIGSTOP)
     started = time.monotonic()
-    with pytest.raises(WorkerDied, match=r"took more than 2 s \(--step-timeout is 2\)"):
+    with pytest.raises(WorkerDied, match=r"took more than 1 s \(--step-timeout is 1\)"):
         await client.flush()
-    assert time.monotonic() - started >= 2
+    assert time.monotonic() - started >= 1
     died = await client.wait_dead()
     assert (died.returncode, client.alive) == (-signal.SIGKILL, False)
     assert "--step-timeout" in str(died)
