@@ -221,7 +221,7 @@ def test_router_step(bench: Bench) -> None:
 
 
 def test_first_seconds(bench: Bench, scripted: ScriptedService) -> None:
-    sizes = ("--clients", 2, "--prompt", 16, "--output", 8, "--seconds", 1.5, "--steady", 1)
+    sizes = ("--clients", 2, "--prompt", 16, "--output", 8, "--seconds", 0.6, "--steady", 0.3)
     found = bench.run(
         "bench.serving.first_seconds", "--url", scripted.url, "--model", "scripted", *sizes,
         "--vocab-size", 1000,
