@@ -114,7 +114,7 @@ def api_process(api: ApiUnderTest, **limits: Any) -> Iterator[int]:
 
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """The port of an API process with narrow limits on what clients leave unread, before a router of its own."""
+    """The port of an API process with narrow limits on what clients leave unread, and its own router."""
     with service(tmp_path_factory.mktemp("narrow")).running() as api:
         with api_process(api, write_seconds=WRITE_SECONDS, max_unsent_bytes=UNSENT) as port:
             yield port
