@@ -133,8 +133,7 @@ def read(file: Path) -> Found:
 def statements(tree: ast.Module) -> Iterator[ast.AST]:
     """Yields every statement of a file, without a look into expressions, which are most of the nodes."""
     found: list[ast.AST] = [tree]
-    while found:
-        node = found.pop()
+    for node in found:  # which becomes longer meanwhile
         yield node
         for field in ("body", "orelse", "handlers", "finalbody", "cases"):
             found.extend(getattr(node, field, ()))

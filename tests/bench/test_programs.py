@@ -221,7 +221,7 @@ def test_router_step(bench: Bench) -> None:
 
 
 def test_first_seconds(bench: Bench, scripted: ScriptedService) -> None:
-    sizes = ("--clients", 2, "--prompt", 16, "--output", 8, "--seconds", 0.6, "--steady", 0.3)
+    sizes = ("--clients", 2, "--prompt", 16, "--output", 8, "--seconds", 1.5, "--steady", 1)
     found = bench.run(
         "bench.serving.first_seconds", "--url", scripted.url, "--model", "scripted", *sizes,
         "--vocab-size", 1000,
@@ -364,7 +364,7 @@ def test_step_time_is_fitted_again(bench: Bench) -> None:
 
 def test_trace_replay(bench: Bench) -> None:
     sizes = ("--capacity", 600, "--max-num-seqs", 6, "--prefill-chunk", 32, "--max-prompt", 60)
-    answers = ("--max-output", 20, "--max-new", 24, "--requests", 12, "--fit-requests", 24)
+    answers = ("--max-output", 20, "--max-new", 24, "--requests", 6, "--fit-requests", 12)
     found = bench.run("bench.trace.trace_replay", "chat", "--device", "cpu", "--model", bench.model, *sizes,
                       *answers, "--allocation", "paged:16", "--load", 1)  # fmt: skip
     own = found["loads"]["1"]["allocations"]["paged:16"]

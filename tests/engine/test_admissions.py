@@ -42,8 +42,8 @@ def test_random_requests_under_each_admission(admission: str, chunk: int) -> Non
     rng = random.Random(3)
     engine, _ = make(admission, 110, chunk=chunk)
     finished = number = 0
-    while number < 60 or engine.has_work:
-        if number < 60 and rng.random() < 0.5:
+    while number < 120 or engine.has_work:
+        if number < 120 and rng.random() < 0.5:
             prompt = [20] * rng.randint(0, 12) + [rng.randrange(20, 24) for _ in range(rng.randint(1, 25))]
             engine.add(request(str(number), prompt, rng.randint(1, 50)))
             number += 1

@@ -114,5 +114,5 @@ def test_every_piece_reads_the_state_of_its_tokens(
     depth: int, layers: tuple[str, int], estimated: bool
 ) -> None:
     name, chunk = layers
-    scheduler = live(name, depth + chunk, 300, depth, chunk, estimated)
+    scheduler = live(name, depth + chunk, 200, depth, chunk, estimated)
     assert estimated or scheduler.num_preemptions == 0

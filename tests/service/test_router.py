@@ -32,7 +32,7 @@ from lightkv.router.service.messages import (
 from lightkv.router.service.restarts import MAX_CRASHES
 from lightkv.router.service.router import Router
 from lightkv.router.service.worker_client import WorkerFailed
-from tests.support.router_service import Client, FakeWorker, Service, assert_idle, service
+from tests.support.router_service import Client, FakeWorker, Service, assert_idle, is_idle, service
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -53,7 +53,7 @@ async def test_requests_are_accepted_answered_and_leave_nothing(
             event.request_id: event.num_cached for event in client.events if event.num_cached is not None
         }
         assert len(firsts) == 9
-        status = await client.until(lambda status: not status.load.held and status.load.num_steps > 0)
+        status = await client.until(lambda status: is_idle(status) and status.load.num_steps > 0)
         assert_idle(status)
         assert status.load.generated_tokens == 45
         assert status.load.num_ledger_checks == status.load.num_steps
@@ -158,7 +158,7 @@ async def test_an_abort_or_a_disconnect_frees_within_two_steps(tmp_path: Path) -
         client.stream.send(Abort("aborted"))
         other.stream.close()
         before = made.router.load().num_steps
-        status = await client.until(lambda status: not status.load.held)
+        status = await client.until(is_idle)
         assert_idle(status)
         assert made.workers[0].model.plans[-1].step <= before + 2
         assert not [event for event in client.events if event.finish_reason]
@@ -265,7 +265,7 @@ async def test_a_worker_that_dies_ends_preempted_requests_and_keeps_the_estimate
         await client.until(lambda status: status.state == "ready" and status.load.num_worker_starts == 2)
         assert await client.submit("next", [1] * 30, 60) == Accepted("next")
         assert (await client.until_ended("next"))["next"].finish_reason == "length"
-        status = await client.until(lambda status: not status.load.held)
+        status = await client.until(is_idle)
         assert_idle(status)
         assert made.router._engine is not None
         assert made.router._engine.scheduler._admission is made.router._admission
