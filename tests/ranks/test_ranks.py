@@ -110,7 +110,7 @@ def test_tables_stay_the_same_bytes_on_all_ranks(num_edits: int, tmp_path: Path)
 FAMILIES = ["llama", "qwen3_moe", "gemma3_text", "gpt_oss", "olmo2", "phi3", "glm", "cohere2"]
 
 
-@pytest.mark.slow  # the layer groups below, and the group of workers, run on two ranks in `make test`
+@pytest.mark.slow  # the layer groups and the quantised weights below run on two ranks in `make test`
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_are_those_of_one_rank(family: str, size: int, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from lightkv.router import EngineConfig
 from lightkv.router.engine.step import ExpectedMemory, StepPlan
 from lightkv.router.service.messages import WorkerError
 from lightkv.router.service.worker_client import WorkerClient, WorkerDied, WorkerFailed
-from tests.support.recorded_steps import Recording, assert_same, with_unknown_token
+from tests.support.recorded_steps import Recording, assert_same, replaying, with_unknown_token
 
 
 @pytest.fixture(autouse=True)
@@ -40,19 +40,24 @@ LOOPS = pytest.mark.parametrize(
 
 
 @LOOPS
+@pytest.mark.parametrize(
+    "loads", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["replay", "model"]
+)
 async def test_a_worker_has_the_results_of_a_runner_in_process_and_gets_large_plans_while_it_is_slow(
-    config: EngineConfig, recording: Recording
+    config: EngineConfig, recording: Recording, loads: bool
 ) -> None:
-    """The first plans' messages have 4 MiB each. In the end, a send to a dead worker raises."""
+    """The first plans' messages have 4 MiB each. In the end, a send to a dead worker raises. `loads`: the
+    worker computes the results with the model; else it has them, and loads none."""
 
     def large(plan: StepPlan) -> StepPlan:
         return msgspec.structs.replace(plan, prompts=[bytes(4 << 20)])
 
-    client = WorkerClient()
+    client = WorkerClient(program=None if loads else replaying(recording))
     lines: list[str] = []
     info = await client.start(config, lines.append)
     assert info == recording.info
-    assert any(line.startswith("K/V pool: 300 tokens") for line in lines)
+    expected = "K/V pool: 300 tokens" if loads else "replaying"
+    assert any(line.startswith(expected) for line in lines)
     assert "\n" not in "".join(lines)
 
     plans = [*map(large, recording.plans[:3]), *recording.plans[3:]]
