@@ -7,7 +7,7 @@ name that another definition has, too, counts as used.
 import ast
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -16,6 +16,7 @@ ROOMS = ("triton_kernels", "lightkv", "router")
 DOCUMENTS = ("README.md", "docs/*.md", "lightkv/**/*.md", "bench/README.md")
 GENERATED = {"api.md"}  # lists every public name
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+WITH_DOCSTRING = (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 # Called by a library, or by a process, under a name that it gives.
 CALLED_BY = {
@@ -61,37 +62,36 @@ def is_used(name: str, path: Path, node: Definition) -> bool:
     """Whether a name is used outside this definition of the file: recursion is no call."""
     if used()[name] > words_of(path)[name]:
         return True
-    return used()[name] > sum(used_name == name for used_name in used_in(node))
+    return used()[name] > sum(used_name == name for used_name in used_in(ast.walk(node)))
 
 
 def words(text: str) -> list[str]:
     return re.findall(r"[A-Za-z_]\w*", text)
 
 
-def used_in(tree: ast.AST) -> Iterator[str]:
+def used_in(nodes: Iterable[ast.AST]) -> Iterator[str]:
     """Yields the names that code uses, which are not those that it defines; and the words of its strings, other
-    than docstrings."""
-    docstrings = {
-        id(node.body[0].value)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Module | Definition)
-        if node.body and isinstance(node.body[0], ast.Expr)
-    }
-    for node in ast.walk(tree):
+    than docstrings. The nodes have the order of `ast.walk`: what holds a docstring comes before it."""
+    docstrings = set()
+    for node in nodes:
         if isinstance(node, ast.Name):
             yield node.id
         elif isinstance(node, ast.Attribute):
             yield node.attr
-        elif isinstance(node, ast.keyword) and node.arg:
-            yield node.arg
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
-            yield from words(node.value)
+        elif isinstance(node, ast.keyword):
+            if node.arg:
+                yield node.arg
+        elif isinstance(node, ast.Constant):
+            if isinstance(node.value, str) and id(node) not in docstrings:
+                yield from words(node.value)
+        elif isinstance(node, WITH_DOCSTRING) and node.body and isinstance(node.body[0], ast.Expr):
+            docstrings.add(id(node.body[0].value))
 
 
-def examples_in(tree: ast.AST) -> Iterator[str]:
+def examples_in(nodes: Iterable[ast.AST]) -> Iterator[str]:
     """Yields the words of the examples in docstrings."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | Definition) and (text := ast.get_docstring(node)):
+    for node in nodes:
+        if isinstance(node, WITH_DOCSTRING) and (text := ast.get_docstring(node)):
             for line in text.splitlines():
                 if line.lstrip().startswith((">>>", "...")):
                     yield from words(line)
@@ -102,8 +102,9 @@ def used() -> Counter[str]:
     """Returns how often each name is used in product code and its examples, and in documents."""
     found: Counter[str] = Counter()
     for path in product_files():
-        found.update(used_in(tree_of(path)))
-        found.update(examples_in(tree_of(path)))
+        nodes = list(ast.walk(tree_of(path)))
+        found.update(used_in(nodes))
+        found.update(examples_in(nodes))
     for pattern in DOCUMENTS:
         for path in ROOT.glob(pattern):
             if path.name not in GENERATED:

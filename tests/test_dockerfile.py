@@ -127,7 +127,7 @@ def test_the_health_check_asks_with_and_without_tls(
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(tmp_path / "pem")
             server.socket = context.wrap_socket(server.socket, server_side=True)
-        threading.Thread(target=server.serve_forever).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,)).start()
         (check,) = instructions("HEALTHCHECK")
         program = json.loads(check.split("CMD ")[1].replace(":8000/", f":{server.server_port}/"))
         assert program[0] == "python"

@@ -112,11 +112,12 @@ def api_process(api: ApiUnderTest, **limits: Any) -> Iterator[int]:
             process.wait()
 
 
-@pytest.fixture
-def narrow(api: ApiUnderTest) -> Iterator[int]:
-    """The port of an API process with narrow limits on what clients leave unread."""
-    with api_process(api, write_seconds=WRITE_SECONDS, max_unsent_bytes=UNSENT) as port:
-        yield port
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """The port of an API process with narrow limits on what clients leave unread, and its own router."""
+    with service(tmp_path_factory.mktemp("narrow")).running() as api:
+        with api_process(api, write_seconds=WRITE_SECONDS, max_unsent_bytes=UNSENT) as port:
+            yield port
 
 
 def ask(port: int, **fields: object) -> socket.socket:
@@ -153,18 +154,19 @@ def test_a_header_beyond_the_limit_is_refused(narrow: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_client_that_takes_nothing_is_disconnected(api: ApiUnderTest, narrow: int) -> None:
+def test_a_client_that_takes_nothing_is_disconnected(api: ApiUnderTest) -> None:
     """The kernel's buffers take some hundreds of kilobytes; the answer has megabytes."""
     scored = {"prompt": [[511] * 1000] * 8, "echo": True, "logprobs": 20, "max_tokens": 1}
-    connection = ask(narrow, stream=True, **scored)
-    wait_until(lambda: len(api.router.submits) == 8)
-    wait_until(lambda: api.router.num_running == 0, 20)  # aborted, or complete
-    time.sleep(4 * WRITE_SECONDS)
-    assert b"[DONE]" not in rest_of(connection)
-    connection.close()
+    with api_process(api, write_seconds=WRITE_SECONDS, max_unsent_bytes=UNSENT) as port:
+        connection = ask(port, stream=True, **scored)
+        wait_until(lambda: len(api.router.submits) == 8)
+        wait_until(lambda: api.router.num_running == 0, 20)  # aborted, or complete
+        time.sleep(4 * WRITE_SECONDS)
+        assert b"[DONE]" not in rest_of(connection)
+        connection.close()
 
 
-def test_a_client_that_reads_slowly_gets_its_answer(api: ApiUnderTest, narrow: int) -> None:
+def test_a_client_that_reads_slowly_gets_its_answer(narrow: int) -> None:
     connection = ask(narrow, n=2, stream=True)
     received = b""
     while b"[DONE]" not in received[-100:]:
@@ -188,7 +190,7 @@ def body_of(received: bytes) -> bytes:
     return body
 
 
-def test_a_client_that_reads_a_long_answer_slowly_gets_all_of_it(api: ApiUnderTest, narrow: int) -> None:
+def test_a_client_that_reads_a_long_answer_slowly_gets_all_of_it(narrow: int) -> None:
     """The answer has three times the bytes that may wait for all clients."""
     connection = ask(narrow, **LONG)
     received, num_reads = b"", 0

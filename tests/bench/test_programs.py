@@ -364,7 +364,7 @@ def test_step_time_is_fitted_again(bench: Bench) -> None:
 
 def test_trace_replay(bench: Bench) -> None:
     sizes = ("--capacity", 600, "--max-num-seqs", 6, "--prefill-chunk", 32, "--max-prompt", 60)
-    answers = ("--max-output", 20, "--max-new", 24, "--requests", 12, "--fit-requests", 24)
+    answers = ("--max-output", 20, "--max-new", 24, "--requests", 6, "--fit-requests", 12)
     found = bench.run("bench.trace.trace_replay", "chat", "--device", "cpu", "--model", bench.model, *sizes,
                       *answers, "--allocation", "paged:16", "--load", 1)  # fmt: skip
     own = found["loads"]["1"]["allocations"]["paged:16"]

@@ -87,7 +87,7 @@ def test_help_version_and_bad_options_load_neither_torch_nor_the_server() -> Non
 import sys
 from lightkv.router.cli.app import app
 for args in (["--help"], ["generate", "--help"], ["info", "--help"], ["--version"], [],
-             ["serve", "--help"], ["chat", "--help"], ["top", "--help"],
+             ["serve", "--help"], ["chat", "--help"], ["top", "--help"], ["map", "--help"],
              ["generate", "--temperature", "nan", "hi"], ["generate", "--max-tokens", "x", "hi"]):
     try:
         app(args)

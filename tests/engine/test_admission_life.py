@@ -15,7 +15,7 @@ from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step import Limits
 from lightkv.router.sampling_params import SamplingParams
-from tests.support.combinations import each_pair
+from tests.support.combinations import each_value
 from tests.support.model_worker import STOP, ModelWorker, assert_idle
 from tests.support.peaks import check_peaks
 from tests.support.scheduled import random_budget
@@ -85,7 +85,7 @@ def live(seed: int, steps: int, depth: int, chunk: int, timed: bool) -> None:
     assert scheduler.peak_held > 0.8 * scheduler.ledger.capacity
 
 
-@each_pair(timed=[False, True], chunk=[5, 32], depth=[1, 2])
+@each_value(timed=[False, True], chunk=[5, 32], depth=[1, 2])
 def test_an_admitted_request_is_never_short_of_a_token(depth: int, chunk: int, timed: bool) -> None:
     live(depth + chunk, 400, depth, chunk, timed)
 

@@ -119,7 +119,7 @@ MOST_MORE = 16 + 8
 
 @pytest.mark.parametrize("depth", [2, *slow(1)])
 @pytest.mark.parametrize("calls", [*slow(False), True])
-@pytest.mark.parametrize("thinks", [False, True], ids=["no thinking", "thinking"])
+@pytest.mark.parametrize("thinks", [*slow(False), True], ids=["no thinking", "thinking"])
 def test_a_turn_computes_its_new_messages(tmp_path: Path, thinks: bool, calls: bool, depth: int) -> None:
     """Six turns. After a tool's call the thinking of the same turn stays, and is left out in the next one."""
     tokenizer = Tokenizer(save_model_of_family(tmp_path, THINKING))

@@ -7,7 +7,7 @@ from lightkv.ledger import Sequence, TokenLedger
 from lightkv.router.engine.forecast import Candidate, Forecast, Prefill
 from lightkv.router.engine.prefill_budget import PrefillBudget
 from lightkv.router.engine.step import Limits
-from tests.support.combinations import each_pair, slow
+from tests.support.combinations import each_value, slow
 from tests.support.peaks import Demand, peak_tokens
 
 CAPACITY = 100_000
@@ -151,7 +151,7 @@ class Life:
                 forecast.admit(sequence, final)
 
 
-@each_pair(seed=range(2), lag=[0, 1], exact_share=[1.0, 0.5], num_steps=[100, *slow(250, 1000)])
+@each_value(seed=range(2), lag=[0, 1], exact_share=[1.0, 0.5], num_steps=[100, *slow(250, 1000)])
 def test_the_forecast_is_the_peak_of_its_specification(
     seed: int, lag: int, exact_share: float, num_steps: int
 ) -> None:

@@ -297,24 +297,22 @@ def test_tokens_that_the_grammar_rules_out_end_the_answer(directory: Path) -> No
 def test_a_mask_that_fails_fails_its_step_and_the_engine_goes_on(
     directory: Path, expected: dict[str, list[int | None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for depth in (1, 2):
-        engine, runner = make(directory, 2000, depth, estimates=False)
-        assert runner.grammars is not None
-        fill = runner.grammars.fill
+    engine, runner = make(directory, 2000, 2, estimates=False)
+    assert runner.grammars is not None
+    fill, left = runner.grammars.fill, [7]
 
-        def failing(*args: Any, fill: Any = fill, left: list[int] = [7]) -> dict[int, str]:  # noqa: B006
-            left[0] -= 1
-            if not left[0]:
-                raise RuntimeError("no mask")
-            return fill(*args)
+    def failing(*args: Any) -> dict[int, str]:
+        left[0] -= 1
+        if not left[0]:
+            raise RuntimeError("no mask")
+        return fill(*args)
 
-        runner.grammars.fill = failing  # type: ignore[method-assign]
-        found = run(engine)
-        errors = {str(events[-1].error) for events in found.values() if events[-1].finish_reason == "error"}
-        assert errors == {"RuntimeError: no mask"}
-        assert not runner.fatal
-        runner.grammars.fill = fill  # type: ignore[method-assign]
-        assert tokens(run(engine)) == expected
+    monkeypatch.setattr(runner.grammars, "fill", failing)
+    found = run(engine)
+    errors = {str(events[-1].error) for events in found.values() if events[-1].finish_reason == "error"}
+    assert errors == {"RuntimeError: no mask"}
+    assert not runner.fatal
+    assert tokens(run(engine)) == expected
 
 
 def test_a_row_whose_grammar_is_not_compiled_fails_alone(directory: Path) -> None:

@@ -16,7 +16,7 @@ from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step import Limits, StepPlan, StepResult
 from lightkv.router.engine.step_time import StepTime
 from lightkv.router.sampling_params import SamplingParams
-from tests.support.combinations import each_pair
+from tests.support.combinations import each_value
 from tests.support.model_worker import STOP
 from tests.support.peaks import check_peaks
 
@@ -166,7 +166,7 @@ class Life:
         assert self.ledger.num_held == 0
 
 
-@each_pair(depth=[1, 2], chunk=[5, 32], timed=[False, True], groups=[ONE_GROUP, WINDOWS], stated=[0.5, 1.0])
+@each_value(depth=[1, 2], chunk=[5, 32], timed=[False, True], groups=[ONE_GROUP, WINDOWS], stated=[0.5, 1.0])
 def test_a_guaranteed_request_is_never_short_of_a_token(
     depth: int, chunk: int, timed: bool, groups: LayerGroups, stated: float
 ) -> None:

@@ -156,7 +156,7 @@ def test_prompts_that_compete_for_the_pool_all_finish() -> None:
     assert_idle(engine)
 
 
-@each_value(num_steps=[2_000, *slow(4_000, 12_000)], chunk=[0, 5], depth=[1, 2])
+@each_value(num_steps=[1_000, *slow(4_000, 12_000)], chunk=[0, 5], depth=[1, 2])
 def test_random_requests_admitted_by_estimates(num_steps: int, chunk: int, depth: int) -> None:
     """The model of the memory raises when a slot is missing, shared wrongly or freed twice, or when it does not
     hold the tokens that a resumed request continues. test_scheduler.py does the same with exact admission."""

@@ -11,7 +11,7 @@ from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
 from lightkv.router.engine.step import Limits
 from lightkv.router.sampling_params import SamplingParams
-from tests.support.combinations import each_pair
+from tests.support.combinations import each_value
 from tests.support.model_worker import assert_idle
 from tests.support.state_life import GROUPS
 from tests.support.state_worker import STOP, make
@@ -107,12 +107,12 @@ def live(name: str, seed: int, steps: int, depth: int, chunk: int, estimated: bo
     return scheduler
 
 
-@each_pair(
+@each_value(
     depth=[1, 2], layers=[("all", 5), ("all", 32), ("window", 16), ("chunk", 9)], estimated=[False, True]
 )
 def test_every_piece_reads_the_state_of_its_tokens(
     depth: int, layers: tuple[str, int], estimated: bool
 ) -> None:
     name, chunk = layers
-    scheduler = live(name, depth + chunk, 300, depth, chunk, estimated)
+    scheduler = live(name, depth + chunk, 200, depth, chunk, estimated)
     assert estimated or scheduler.num_preemptions == 0

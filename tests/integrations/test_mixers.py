@@ -32,12 +32,12 @@ NUM_NEW = 6  # tokens of an answer
 PROMPT = [3 + 5 * idx % 90 for idx in range(37)]
 KEPT = 22  # after how many of its tokens a snapshot is kept
 KINDS = ["lfm2", "minimax", "nemotron_h", "qwen3_next"]  # a family of each kind of mixer
-OTHERS = ["bamba", "granitemoehybrid", "lfm2_moe", "lfm3", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text"]
+OTHERS = ["bamba", "falcon_h1", "granitemoehybrid", "lfm2_moe", "lfm3", "olmo_hybrid"]
+OTHERS += ["qwen3_5_moe_text", "qwen3_5_text", "zamba2"]
 FAMILIES = [
-    *((name, "") for name in (*KINDS, "falcon_h1", "zamba2")),
+    *((name, "") for name in KINDS),
     ("falcon_h1", "mamba_rms_norm"),
-    ("granitemoehybrid", "no experts"),
-    *slow(*((name, "") for name in OTHERS)),
+    *slow(("granitemoehybrid", "no experts"), *((name, "") for name in OTHERS)),
 ]
 
 

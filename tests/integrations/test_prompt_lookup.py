@@ -72,7 +72,7 @@ def test_the_latest_match_of_the_longest_run_is_proposed() -> None:
     assert PromptLookup([7, 7], 1, 3).propose_lines(2, 1) == [[7]]
 
 
-@pytest.mark.parametrize("num_proposed", [0, 4, *slow(1, 10, 100)])
+@pytest.mark.parametrize("num_proposed", [4, *slow(0, 1, 10, 100)])
 def test_the_output_is_that_of_greedy_decoding(num_proposed: int, device: torch.device) -> None:
     num_right = num_wrong = 0
     for seed, prompt in enumerate(PROMPTS):

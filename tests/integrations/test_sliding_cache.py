@@ -12,7 +12,7 @@ from lightkv.integrations.hf_cache import LightKVCache
 from lightkv.integrations.model.model_shape import ModelShape
 from lightkv.layer_groups import FULL, SLACK
 from lightkv.triton_kernels.quantised.kv_format import KVFormat
-from tests.support.combinations import each_value, slow
+from tests.support.combinations import each_value, slow, slow_cases
 from tests.support.generating import GREEDY, assert_same, generate
 from tests.support.windowed_models import FAMILIES, LONG
 
@@ -152,7 +152,7 @@ def test_a_failed_call_leaves_nothing_to_be_hit(monkeypatch: pytest.MonkeyPatch)
     assert_same(generate(model, cache, PROMPTS, **GREEDY), expected)
 
 
-@pytest.mark.parametrize(("name", "skipped"), [("gemma2", []), ("llama4", [0])])
+@pytest.mark.parametrize(("name", "skipped"), [*slow_cases(("gemma2", [])), ("llama4", [0])])
 def test_quantised_layers_in_groups_are_those_of_a_pool_without(
     name: str, skipped: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,25 +40,29 @@ class Case:
         return out
 
 
-@pytest.mark.parametrize(("lengths", "padding"), LENGTHS)
-@each_value(width=[2, 3, 4, 8], dim=[16, 40, 300], activation=[None, "silu"], has_bias=[True, False])
+@each_value(
+    sequences=LENGTHS,
+    width=[2, 3, 4, 8],
+    dim=[16, 40, 300],
+    activation=[None, "silu"],
+    has_bias=[True, False],
+)
 def test_the_kernel_computes_what_the_reference_does(
     device: torch.device,
-    lengths: list[int],
-    padding: int,
+    sequences: tuple[list[int], int],
     width: int,
     dim: int,
     activation: str | None,
     has_bias: bool,
 ) -> None:
     for dtype in dtypes(device):
-        case = Case(lengths, padding, dim, width, torch.empty(0, dtype=dtype, device=device))
+        case = Case(*sequences, dim, width, torch.empty(0, dtype=dtype, device=device))
         states, wanted_states = case.states.clone(), case.states.clone()
         out = case.run(causal_conv, states, activation, has_bias)
         wanted = case.run(causal_conv_reference, wanted_states, activation, has_bias)
         close(out, wanted)
         assert torch.equal(states, wanted_states)  # a state is a copy of inputs
-        assert not out[sum(lengths) :].any()
+        assert not out[sum(sequences[0]) :].any()
         untouched = torch.ones(len(states), dtype=torch.bool)
         untouched[case.writes.cpu()] = False
         untouched[0] = True

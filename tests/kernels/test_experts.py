@@ -28,6 +28,7 @@ from lightkv.triton_kernels.layers.expert_rows import (
     weighted_sum,
     weighted_sum_reference,
 )
+from tests.support.combinations import slow_cases
 from tests.support.rounding import TOLERANCE, dtypes
 
 
@@ -111,8 +112,18 @@ def check_order(found: ExpertOrder, wanted: ExpertOrder, num_experts: int) -> No
         assert torch.equal(ours, expected), name
 
 
-@pytest.mark.parametrize("is_counted", [False, True], ids=["few", "many"])
-@pytest.mark.parametrize("sizes", [(1, 4, 2, 8), (40, 20, 4, 24), (6, 2, 3, 1030), (150, 33, 2, 8)], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "is_counted"),
+    [
+        ((1, 4, 2, 8), False),
+        ((6, 2, 3, 1030), True),
+        ((40, 20, 4, 24), False),
+        ((150, 33, 2, 8), True),
+        *slow_cases(((1, 4, 2, 8), True), ((6, 2, 3, 1030), False)),
+        *slow_cases(((40, 20, 4, 24), True), ((150, 33, 2, 8), False)),
+    ],
+    ids=str,
+)
 def test_rows_come_by_expert_and_go_back_to_their_tokens(
     sizes: tuple[int, int, int, int],
     is_counted: bool,

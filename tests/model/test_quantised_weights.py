@@ -16,20 +16,15 @@ from transformers import PreTrainedModel
 from bench.common.quantised_checkpoint import FORMATS, save_mxfp4, save_quantised
 from lightkv.errors import UnsupportedModel
 from lightkv.integrations.model.linears import size_of
-from lightkv.integrations.ranks.group import RankGroup
 from lightkv.integrations.weights.config import weight_format
 from lightkv.integrations.weights.experts import QuantisedExperts
 from lightkv.integrations.weights.quantised import CannotDivide, QuantisedWeight
 from lightkv.integrations.weights.weight_part import WeightPart
-from lightkv.router import EngineConfig, SamplingParams
-from lightkv.router.engine.loop import LocalEngine, make_scheduler
-from lightkv.router.engine.request import Request
-from lightkv.router.model.build import build_runner
+from lightkv.router import EngineConfig
 from lightkv.router.model.info import model_info
 from lightkv.router.model.loader import load_model
 from lightkv.router.model_files import UnreadableWeights
 from tests.support.combinations import slow_cases
-from tests.support.ranks import run_ranks
 from tests.support.tiny_architectures import answers, own_answers, prompts, random_weights, tiny
 from tests.support.tiny_wrappers import whole_wrapper
 
@@ -49,9 +44,11 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 128,
     },
 }
-CASES = [("llama", form) for form in FORMATS]
-CASES += [(family, "fp8") for family in OF_FAMILY if family not in ("llama", "glm4_moe")]
-CASES += [("olmo_hybrid", "awq"), ("qwen3_moe", "w4a16")]
+# Each format is read by `test_bytes_are_those_that_are_held`, too, and computed with alone.
+CASES: list[Any] = [("llama", "fp8"), ("llama", "nvfp4"), ("qwen3_moe", "fp8"), ("lfm2", "fp8")]
+CASES += [("olmo_hybrid", "awq")]
+CASES += slow_cases(*[("llama", form) for form in FORMATS if form not in ("fp8", "nvfp4")])
+CASES += slow_cases(("qwen3", "fp8"), ("olmo_hybrid", "fp8"), ("qwen3_moe", "w4a16"))
 LEFT_OUT = ("lm_head", "gate", "a_proj", "b_proj")  # as small layers are in published checkpoints
 
 
@@ -68,23 +65,6 @@ def loaded(directory: Path, **arguments: Any) -> PreTrainedModel:
 
 def parts(model: PreTrainedModel) -> list[WeightPart]:
     return [module for module in model.modules() if isinstance(module, WeightPart)]
-
-
-def greedy(ranks: RankGroup | None, directory: str, dequantise: bool = False) -> list[list[int]]:
-    """Returns the answers of an engine, with ranks if there are some."""
-    settings = {"device": "cpu", "dtype": "float32", "max_total_tokens": 400, "max_model_len": 100}
-    config = EngineConfig(directory, **settings, prefill_chunk=16, dequantise=dequantise)
-    runner, info = build_runner(config, lambda line: None, ranks=ranks)
-    engine = LocalEngine(make_scheduler(info), runner)
-    params, found = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), []
-    for idx, prompt in enumerate(prompts()):
-        request = Request(str(idx), torch.tensor(prompt, dtype=torch.int32).numpy().tobytes(), params, seed=0)
-        engine.add(request)
-        while engine.has_work:
-            engine.step()
-        found.append(list(request.output))
-    engine.check()
-    return found
 
 
 @pytest.mark.parametrize(("family", "form"), CASES)
@@ -149,26 +129,15 @@ def test_parts_of_blocks_are_refused() -> None:
 @pytest.mark.parametrize("form", FORMATS)
 def test_bytes_are_those_that_are_held(tmp_path: Path, form: str) -> None:
     saved(tmp_path, form)
-    model, lines = loaded(tmp_path), list[str]()
-    num_parameters, num_bytes = size_of(model)
+    lines: list[str] = []
+    num_parameters, num_bytes = size_of(load_model(tmp_path, CPU, torch.float32, lines.append))
     config = EngineConfig(str(tmp_path), device="cpu", dtype="float32", max_total_tokens=40)
     info = model_info(config, tmp_path)
     assert (info["num_parameters"], info["weight_bytes"]) == (num_parameters, num_bytes)
-    assert num_parameters == sum(one.numel() for one in loaded(tmp_path, dequantise=True).parameters())
-    load_model(tmp_path, CPU, torch.float32, lines.append)
+    dense = list(loaded(tmp_path, dequantise=True).parameters())
+    assert num_parameters == sum(parameter.numel() for parameter in dense)
     assert any("14 linear layers are in " in line and line.endswith("kept so") for line in lines)
-    dense = sum(parameter.nbytes for parameter in loaded(tmp_path, dequantise=True).parameters())
-    assert num_bytes < 0.55 * dense
-
-
-@pytest.mark.parametrize(
-    ("form", "family"), [("fp8", "qwen3_moe"), *slow_cases(("fp8", "olmo_hybrid"), ("awq", "llama"))]
-)
-def test_two_ranks_answer_as_one(tmp_path: Path, form: str, family: str) -> None:
-    sizes = {"moe_intermediate_size": 256} if family == "qwen3_moe" else {}
-    own = own_answers(saved(tmp_path, form, family, attention_bias=False, **sizes), prompts())
-    assert greedy(None, str(tmp_path)) == own
-    assert run_ranks(2, greedy, str(tmp_path)) == [own, own]
+    assert num_bytes < 0.55 * sum(parameter.nbytes for parameter in dense)
 
 
 def test_the_text_half_of_a_wrapper_runs_quantised(tmp_path: Path) -> None:

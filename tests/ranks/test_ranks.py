@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from bench.common.quantised_checkpoint import save_mxfp4
+from bench.common.quantised_checkpoint import save_mxfp4, save_quantised
 from lightkv.errors import UnsupportedModel
 from lightkv.integrations.ranks.group import RankGroup
 from lightkv.router import EngineConfig, SamplingParams
@@ -22,6 +22,7 @@ from lightkv.router.model.build import build_runner
 from lightkv.router.model.info import model_info
 from lightkv.router.model.loader import load_model
 from lightkv.router.simulate.admissions import SimulatedAdmission, make_simulated
+from tests.support.combinations import slow_cases
 from tests.support.ranks import run_ranks
 from tests.support.tiny_architectures import VOCABULARY, random_weights, tiny
 from tests.support.tiny_files import save_tiny
@@ -109,7 +110,7 @@ def test_tables_stay_the_same_bytes_on_all_ranks(num_edits: int, tmp_path: Path)
 FAMILIES = ["llama", "qwen3_moe", "gemma3_text", "gpt_oss", "olmo2", "phi3", "glm", "cohere2"]
 
 
-@pytest.mark.slow  # the layer groups below, and the group of workers, run on two ranks in `make test`
+@pytest.mark.slow  # the layer groups and the quantised weights below run on two ranks in `make test`
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_are_those_of_one_rank(family: str, size: int, tmp_path: Path) -> None:
@@ -192,6 +193,24 @@ def test_layer_groups_on_several_ranks(family: str, pool: int, size: int, tmp_pa
     assert sum(hit >= 57 for hit in hits) == 2
     assert num_preemptions > 0
     assert all(found == alone for found in run_ranks(size, shared_windows, str(tmp_path), pool))
+
+
+@pytest.mark.parametrize(
+    ("form", "family"), [("fp8", "qwen3_moe"), *slow_cases(("fp8", "olmo_hybrid"), ("awq", "llama"))]
+)
+def test_quantised_weights(tmp_path: Path, form: str, family: str) -> None:
+    """Of sizes of which each rank has whole blocks."""
+    sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 128}
+    if family == "qwen3_moe":
+        sizes |= {"moe_intermediate_size": 256, "mlp_only_layers": [0]}
+    elif family == "olmo_hybrid":
+        sizes |= {"layer_types": ["linear_attention", "full_attention"]}
+        sizes |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    model = random_weights(tiny(family, fields={**sizes, "num_hidden_layers": 2}))
+    save_quantised(model, tmp_path, form, ("lm_head", "gate", "a_proj", "b_proj"))
+    (tmp_path / "tokenizer.json").touch()
+    expected = answers(None, str(tmp_path), {})
+    assert [found[0] for found in run_ranks(2, answers, str(tmp_path), {})] == [expected[0]] * 2
 
 
 @pytest.mark.slow

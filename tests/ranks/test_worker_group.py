@@ -21,7 +21,7 @@ from lightkv.router.service.messages import WorkerError
 from lightkv.router.service.ranks import worker_group
 from lightkv.router.service.ranks.worker_group import WorkerGroup, _same
 from lightkv.router.service.worker_client import WorkerDied, WorkerFailed
-from tests.support.recorded_steps import Recording, assert_same, saved
+from tests.support.recorded_steps import Recording, assert_same, replaying, saved
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +54,28 @@ def is_running(pid: int) -> bool:
     return True
 
 
+async def test_two_ranks_answer_as_one_worker_and_end_together(
+    config: EngineConfig, recording: Recording, tmp_path: Path
+) -> None:
+    store = tmp_path / "ranks"
+    store.write_text("what a killed router has left")
+    group = WorkerGroup(2, store, program=replaying(recording))
+    assert not store.exists()
+    assert await group.start(config, lambda line: None) == recording.info
+    results = [await group.step(plan) for plan in recording.plans]
+    results += [await group.flush(), await group.flush()]
+    assert results[0] is results[-1] is None
+    assert_same(results[1:-1], recording.results)
+    assert await group.check(recording.edits, recording.holding) == b"of the tables"
+    os.kill(pids(group)[1], signal.SIGKILL)
+    died = await group.wait_dead()
+    assert died.returncode == -signal.SIGKILL
+    with pytest.raises(WorkerDied):
+        await group.flush()
+    assert not any(map(is_running, pids(group)))
+
+
+@pytest.mark.slow  # tests/ranks/test_ranks.py has models on two ranks, and the test above has processes
 async def test_two_ranks_have_the_results_of_one_and_end_together(
     config: EngineConfig, recording: Recording, tmp_path: Path
 ) -> None:

@@ -1,5 +1,5 @@
-"""Fixtures of the tests that start whole services: a tiny model, a directory for sockets, a starter, and
-the recorded steps of a model."""
+"""Fixtures of the tests of the service: a tiny model, a directory for sockets, a starter of whole services, the
+recorded steps of a model, and routers in this process that report often."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,8 +7,15 @@ from pathlib import Path
 import pytest
 
 from lightkv.router import EngineConfig
+from lightkv.router.service import router as router_module
 from tests.support.recorded_steps import Recording, saved
 from tests.support.served import Start, save_tiny_model, starting
+
+
+@pytest.fixture(autouse=True)
+def frequent_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes routers in this process send their status often, because clients of tests wait for what it says."""
+    monkeypatch.setattr(router_module, "STATUS_SECONDS", 0.01)
 
 
 @pytest.fixture(scope="module")

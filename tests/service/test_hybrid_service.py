@@ -17,6 +17,8 @@ from lightkv.router.cli.app import app
 from tests.support.hybrid_models import greedy, save_hybrid
 from tests.support.served import COMPLETIONS, Served
 
+# tests/engine/ runs such models in process, and the other tests of this folder plain ones as services.
+pytestmark = pytest.mark.slow
 CHATS = "/v1/chat/completions"
 ASKED = {"messages": [{"role": "user", "content": "Why is it dark?"}], "temperature": 0, "max_tokens": 8}
 SHORT = ASKED | {"chat_template_kwargs": {"enable_thinking": False}}
@@ -78,7 +80,6 @@ def test_chats_think_call_tools_and_keep_to_a_schema(served: Served) -> None:
     assert json.loads(call["function"]["arguments"])["at"] in ("sea", "sky")
 
 
-@pytest.mark.slow
 def test_a_crowd_and_sessions_share_few_states(served: Served, saved: Path) -> None:
     """Prompts of one token and of many chunks, eight answers at once, and clients that leave while a prompt is
     computed; then three chats that begin alike."""

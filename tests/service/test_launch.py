@@ -114,6 +114,7 @@ def test_the_map_of_a_running_service(shared: Served) -> None:
     assert "Traceback" not in shared.log.read_text()
 
 
+@pytest.mark.slow  # tests/engine/test_new_rows.py has the plans of such answers
 def test_many_answers_with_penalties_to_a_long_cached_prompt(shared: Served) -> None:
     num_starts = shared.at_rest()["num_worker_starts"]
     shared.check_many_answers_to_a_long_prompt()
@@ -163,7 +164,7 @@ def test_no_file_of_the_working_directory_is_imported_unless_this_process_import
 
 def test_only_the_launcher_handles_signals(shared: Served) -> None:
     processes = shared.processes()
-    with shared.stream(400) as events:
+    with shared.stream(120) as events:
         for name in ("worker", "router_process", "api"):
             os.kill(processes[name], signal.SIGTERM)
             os.kill(processes[name], signal.SIGINT)

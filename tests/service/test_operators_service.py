@@ -66,7 +66,7 @@ def test_the_settings_reach_the_api(served: Served) -> None:
 
 def pool_of(served: Served) -> dict[str, Any]:
     """Returns the counts of /map, which the worker takes from the device. A younger map is returned again."""
-    time.sleep(1.5 * MAP_SECONDS)
+    time.sleep(1.1 * MAP_SECONDS)
     status, pool, _ = served.request("/map")
     assert status == 200
     return pool

@@ -42,7 +42,7 @@ from lightkv.router.service.submitted import (
     requests_of,
 )
 from tests.support.fake_router import LIMITS, FakeRouter
-from tests.support.router_service import assert_idle, service
+from tests.support.router_service import assert_idle, is_idle, service
 
 VOCABULARY = 49152
 encode = msgspec.msgpack.encode
@@ -179,7 +179,7 @@ async def test_answers_are_queued_together_or_not_at_all(tmp_path: Path) -> None
             assert made.router._submitted.num_bytes == 0
         client.stream.send(submit_of(3))
         await client.until_ended("a0.0", "a0.1", "a0.2")
-        assert_idle(await client.until(lambda status: not status.load.held))
+        assert_idle(await client.until(is_idle))
 
 
 # A slow API process
@@ -216,7 +216,7 @@ async def test_an_api_process_that_does_not_read_is_refused_work_and_stays_conne
         assert "bytes unread" in str(end.error)
         assert isinstance(await client.submit("next", [1]), Accepted)  # over the same connection
         await client.until_ended("next")
-        assert_idle(await client.until(lambda status: not status.load.held))
+        assert_idle(await client.until(is_idle))
 
 
 async def test_log_probabilities_of_several_prompts_come_in_messages_of_their_own() -> None:

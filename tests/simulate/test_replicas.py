@@ -62,7 +62,7 @@ def fleet_of(trace_name: str, config: SimulationConfig) -> tuple[list[Simulation
     ],
 )
 def test_a_fleet_of_one_has_the_figures_of_a_single_engine(trace: str, other: dict[str, float | str]) -> None:
-    config = replace(SMALL, requests=60, **other)  # type: ignore[arg-type]
+    config = replace(SMALL, requests=40, **other)  # type: ignore[arg-type]
     single = simulate(trace, config)
     _, one = fleet_of(trace, config)
     assert asdict(one.figures) == pytest.approx(asdict(single.figures), rel=1e-12)
@@ -81,7 +81,7 @@ def test_one_replica_tells_nothing_of_replicas(trace: str) -> None:
 
 @pytest.mark.parametrize("routing", ROUTINGS)
 def test_counts_of_all_ledgers_are_exact_and_figures_are_sums(trace: str, routing: str) -> None:
-    config = replace(SMALL, replicas=4, routing=routing, rate=20.0, capacity=6000, stated=0.5)
+    config = replace(SMALL, requests=120, replicas=4, routing=routing, rate=20.0, capacity=6000, stated=0.5)
     replicas, result = fleet_of(trace, config)
     for replica in replicas:
         replica.engine.check()
@@ -92,19 +92,16 @@ def test_counts_of_all_ledgers_are_exact_and_figures_are_sums(trace: str, routin
         assert replica.waiting_tokens == 0
     assert isinstance(result.replicas, list)
     figures = result.figures
-    assert figures.num_finished == 320 == sum(f.num_finished for f in result.replicas)
+    assert figures.num_finished == 120 == sum(f.num_finished for f in result.replicas)
     assert figures.hit_tokens == sum(f.hit_tokens for f in result.replicas)
-    assert figures.prompt_tokens == sum(
-        request.prompt for request in open_trace(trace, reading=config.reading)
-    )
-    assert figures.output_tokens == sum(
-        request.output for request in open_trace(trace, reading=config.reading)
-    )
+    requests = list(open_trace(trace, config.requests, config.seed, config.reading))
+    assert figures.prompt_tokens == sum(request.prompt for request in requests)
+    assert figures.output_tokens == sum(request.output for request in requests)
     assert figures.ttft_max == max(f.ttft_max for f in result.replicas)
-    assert min(f.num_finished for f in result.replicas) > 40
+    assert min(f.num_finished for f in result.replicas) > 15
     assert result.series.capacity == 4 * 6000
     if routing == "round-robin":
-        assert {f.num_finished for f in result.replicas} == {80}
+        assert {f.num_finished for f in result.replicas} == {30}
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
@@ -119,7 +116,7 @@ def test_a_seed_gives_the_same_bytes(trace: str, routing: str) -> None:
 def test_prefix_routing_computes_hardly_more_than_one_cache_of_all_pools(trace: str) -> None:
     times = dict(part.split("=") for part in STEP_TIME.split(","))
     model = ",".join(f"{name}={float(seconds) / 4}" for name, seconds in times.items())  # four times as fast
-    config = replace(SMALL, requests=160, capacity=20_000)
+    config = replace(SMALL, requests=100, capacity=20_000)
     large = computed(simulate(trace, replace(config, capacity=4 * 20_000, step_time=model)))
     found = {name: computed(simulate(trace, replace(config, replicas=4, routing=name))) for name in ROUTINGS}
     assert found["prefix"] <= 1.1 * large

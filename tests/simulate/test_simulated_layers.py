@@ -9,6 +9,7 @@ import pytest
 from lightkv.router.simulate.config import InvalidSimulation, SimulationConfig, groups_of
 from lightkv.router.simulate.result import Figures
 from lightkv.router.simulate.simulator import simulate
+from tests.support.combinations import slow
 from tests.support.multi_turn import write_conversations
 
 GEMMA = "8xfull,40xwindow:256"
@@ -50,7 +51,9 @@ def test_more_requests_run_where_layers_see_a_window(trace: str) -> None:
     assert groups.seconds < alike.seconds
 
 
-@pytest.mark.parametrize("admission", ["reserved", "quantile", "past-future", "moving-average", "oracle"])
+@pytest.mark.parametrize(
+    "admission", ["reserved", "quantile", *slow("past-future", "moving-average", "oracle")]
+)
 def test_admissions_by_their_peak_count_slots(trace: str, admission: str) -> None:
     found = figures(
         trace, rate=float("inf"), capacity=7000, layers="4xfull,4xwindow:128", admission=admission

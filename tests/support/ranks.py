@@ -29,7 +29,8 @@ def run_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """Returns what `function(ranks, *args)` returns on each of `size` ranks. It stands in a module, and what it
     gets and returns is plain data. Raises AssertionError with the first error of a rank."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "lightkv.router.model.build"])
+    # Imported once, and not by each rank: what all ranks need, and the module of the first function.
+    context.set_forkserver_preload([__name__, "lightkv.router.model.build", function.__module__])
     answers = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder, "store")

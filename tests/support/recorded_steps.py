@@ -1,6 +1,7 @@
 """Records the steps of a model: every plan with its result, which a worker has to reproduce."""
 
 import random
+import sys
 from array import array
 from pathlib import Path
 
@@ -88,3 +89,36 @@ def with_unknown_token(plan: StepPlan) -> StepPlan:
     assert plan.num_prefills
     unknown = array("i", [1000]).tobytes()
     return msgspec.structs.replace(plan, token_ids=unknown + plan.token_ids[len(unknown) :])
+
+
+# A worker that loads no model and has the recorded results. {recorded}: RunnerInfo and they, as hex digits.
+_REPLAYING = """
+from collections import deque
+from types import SimpleNamespace
+import msgspec
+from lightkv.router.engine.step import RunnerInfo, StepResult
+from lightkv.router.service.messages import Done
+from lightkv.router.service.worker import StepPipeline, Worker, main
+
+class Replaying(Worker):
+    def _start(self, start):
+        recorded = bytes.fromhex("{recorded}")
+        info, results = msgspec.msgpack.decode(recorded, type=tuple[RunnerInfo, list[StepResult]])
+        self._runner = SimpleNamespace(
+            fatal=False, newest_error=None, launch=lambda plan: None, collect=deque(results).popleft,
+            check=lambda *given: None, digest=lambda: b"of the tables",
+            grammars=SimpleNamespace(trim=lambda: None),
+        )
+        self._is_rank = start.rank is not None
+        self._pipeline = StepPipeline(self._runner, is_rank=self._is_rank)
+        self._slow_work.announce("replaying")
+        return Done(info)
+
+main(Replaying)
+"""
+
+
+def replaying(recording: Recording) -> list[str]:
+    """Returns the program of a worker, or of a rank, that answers plans by the recorded results at once."""
+    recorded = msgspec.msgpack.encode((recording.info, recording.results)).hex()
+    return [sys.executable, "-c", _REPLAYING.format(recorded=recorded)]

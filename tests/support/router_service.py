@@ -232,6 +232,10 @@ async def service(
         await asyncio.wait_for(made.exit_code, 60)
 
 
+def is_idle(status: Status) -> bool:
+    return not (status.load.held or status.load.num_running or status.load.num_waiting)
+
+
 def assert_idle(status: Status) -> None:
     load = status.load
     assert (load.held, load.num_running, load.num_waiting) == (0, 0, 0)

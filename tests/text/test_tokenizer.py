@@ -312,7 +312,7 @@ def test_stream_equals_decode(tokenizer: Tokenizer, text: str, size: int) -> Non
         assert not any("\ufffd" in piece for piece in pieces)  # no piece ends within a character
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_stream_of_any_ids_equals_decode(byte_level: Tokenizer, data: st.DataObject) -> None:
     # The first ids are special tokens and single bytes, most of which are not UTF-8; the last are unknown.
@@ -322,7 +322,7 @@ def test_stream_of_any_ids_equals_decode(byte_level: Tokenizer, data: st.DataObj
     assert "".join(pieces) == byte_level.decode(token_ids)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=st.text(max_size=30), size=st.integers(1, 4))
 def test_stream_of_any_text_equals_decode(byte_fallback: Tokenizer, text: str, size: int) -> None:
     token_ids = byte_fallback.encode(text).tolist()
@@ -380,7 +380,7 @@ def first_stop(text: str, stops: list[str]) -> tuple[int, int, str] | None:
     )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     pieces=st.lists(st.text("ab\n", max_size=5), max_size=8),
     stops=st.lists(st.text("ab\n", min_size=1, max_size=5), max_size=4),
@@ -409,7 +409,7 @@ def test_stops_where_a_search_of_the_whole_text_does(
     assert checker.finish() == ""
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     skipped=st.lists(st.text("ab\n", max_size=4), max_size=4),
     pieces=st.lists(st.text("ab\n", max_size=4), max_size=6),

@@ -268,7 +268,7 @@ KEYS = st.text("abcdefgh_", min_size=1, max_size=6)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(
     arguments=st.dictionaries(KEYS, VALUES, max_size=3),
     cuts=st.lists(st.integers(0, 400), max_size=6),
@@ -314,7 +314,7 @@ PIECES = st.sampled_from(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(pieces=st.lists(PIECES, max_size=14), is_inside=st.booleans())
 def test_any_text_is_read_the_same_in_pieces(family: str, pieces: list[str], is_inside: bool) -> None:
     text = "".join(pieces)
