@@ -74,7 +74,7 @@ def test_tokens_are_the_likeliest_of_transformers(name: str, monkeypatch: pytest
     """Snapshots stand inside prompts, whose steps are graphs, too."""
     engine, runner = build(name)
     assert runner._graphs is not None
-    monkeypatch.setattr(runner, "_run", None)  # an eager step fails
+    monkeypatch.setattr(runner, "_forward", None)  # an eager step fails
     asked, events = prompts(), list[TokenEvent]()
     for number, prompt in enumerate(asked):
         engine.add(request(str(number), prompt, max(len(prompt) - 12, 0) if number % 3 == 0 else 0))

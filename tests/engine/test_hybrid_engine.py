@@ -135,7 +135,7 @@ def test_a_step_that_fails_leaves_no_state_behind(monkeypatch: pytest.MonkeyPatc
     engine.add(*[request(str(number), prompt, 6) for number, prompt in enumerate(asked)])
     engine.step()
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "_run", failing)
+        patch.setattr(runner, "_forward", failing)
         failed = [event.request_id for event in engine.step() + engine.step() if event.error]
     assert failed
     run(engine)

@@ -20,9 +20,9 @@ from lightkv.router.engine.estimates import OutputLengths
 from lightkv.router.engine.loop import LocalEngine, make_scheduler
 from lightkv.router.engine.request import Request
 from lightkv.router.engine.scheduler import Scheduler
-from lightkv.router.engine.step import RunnerInfo, StepPlan, TokenEvent
+from lightkv.router.engine.step import RunnerInfo, TokenEvent
 from lightkv.router.model.build import assemble
-from lightkv.router.model.parts import StepOutput
+from lightkv.router.model.parts import AppliedPlan, Sampling
 from lightkv.router.model.runner import ModelRunner
 from lightkv.router.model.sizes import EngineSizes
 from lightkv.router.simulate.admissions import SimulatedAdmission
@@ -178,16 +178,16 @@ def test_a_life_with_preemptions_aborts_and_failed_steps(name: str, monkeypatch:
         lengths.observe(4)
     config = EngineConfig(device="cpu", kv_dtype=name, max_total_tokens=150, max_num_seqs=8, prefill_chunk=16)
     engine, runner, _ = build(config, lengths)
-    rng, compute, num_failed = random.Random(1), runner._run, 0
+    rng, compute, num_failed = random.Random(1), runner._forward, 0
 
-    def failing(plan: StepPlan) -> StepOutput:
+    def failing(applied: AppliedPlan) -> Sampling:
         nonlocal num_failed
         if rng.random() < 0.02:
             num_failed += 1
             raise RuntimeError("a failed step")
-        return compute(plan)
+        return compute(applied)
 
-    monkeypatch.setattr(runner, "_run", failing)
+    monkeypatch.setattr(runner, "_forward", failing)
     asked, events, added = prompts(30, seed=2), list[TokenEvent](), 0
     while added < len(asked) or engine.has_work:
         if added < len(asked) and rng.random() < 0.4:
