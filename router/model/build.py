@@ -107,10 +107,11 @@ def kv_scales(config: EngineConfig, directory: Path, model: PreTrainedConfig) ->
         )
     scheme = kv_scheme(model) or {}
     kind, bits = scheme.get("type", "float"), scheme.get("num_bits", 8)
-    if (kind, bits) != ("float", 8):
+    zeros = "" if scheme.get("symmetric", True) else " with zero points"
+    if (kind, bits, zeros) != ("float", 8, ""):
         raise InvalidConfig(
-            f"--kv-dtype {config.kv_dtype}: the checkpoint's scales are for {kind} elements of {bits} bits "
-            "(kv_cache_scheme); choose int8 or int4, which compute their scales"
+            f"--kv-dtype {config.kv_dtype}: the checkpoint's scales are for {kind} elements of {bits} bits"
+            f"{zeros} (kv_cache_scheme); choose int8 or int4, which compute their scales"
         )
     layers = [
         layer for layer in range(num_layers(model.get_text_config()) or 0) if layer not in chosen.skipped

@@ -146,10 +146,14 @@ def test_a_scheme_for_kv_alone_loads_without_its_library_and_is_told(tmp_path: P
     assert sum("kv_cache_scheme" in line and "--kv-dtype auto does not use" in line for line in lines) == 1
     _, info = build_runner(EngineConfig(kv_dtype="fp8-static", **settings), lines.append)
     assert info.kv_type == "fp8-static"
-    quantised["kv_cache_scheme"] = SCHEME | {"type": "int"}
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": quantised}))
-    with pytest.raises(InvalidConfig, match=r"scales are for int elements of 8 bits .*choose int8"):
-        find_model(EngineConfig(kv_dtype="fp8-static", **settings), lines.append)
+    for field, what in (
+        ({"type": "int"}, "int elements of 8 bits"),
+        ({"symmetric": False}, "with zero points"),
+    ):
+        quantised["kv_cache_scheme"] = SCHEME | field
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": quantised}))
+        with pytest.raises(InvalidConfig, match=rf"scales are for .*{what} \(kv_cache_scheme\); choose int8"):
+            find_model(EngineConfig(kv_dtype="fp8-static", **settings), lines.append)
 
 
 def test_scales_of_queries_are_read_and_ask_for_prefill_in_fp8(tmp_path: Path) -> None:

@@ -63,8 +63,9 @@ The released checkpoints of two families need more than that:
 
 - **fp8 in blocks of 128 x 128** (`fp8`: DeepSeek, Qwen, GLM; compressed-tensors `float-quantized` by
   `block`), and **fp8 with a scale for each output or each layer** (`float-quantized` by `channel` or `tensor`,
-  `fp8` without blocks, modelopt `FP8`). Hopper GPUs multiply up to 64 tokens by kernels of lightkv, and more by
-  torch's `_scaled_mm`; several tokens are in fp8, too, where the checkpoint says that its inputs are.
+  or both as `naive-quantized`, `fp8` without blocks, modelopt `FP8`). Hopper GPUs multiply up to 64 tokens by
+  kernels of lightkv, and more by torch's `_scaled_mm`; several tokens are in fp8, too, where the checkpoint
+  says that its inputs are, by dynamic scales.
 - **4 bits in groups of 32, 64 or 128 inputs** (compressed-tensors `pack-quantized`, AWQ `gemm`, GPTQ without
   act order), **nvfp4** (compressed-tensors `nvfp4-pack-quantized`, modelopt `NVFP4`), and the experts of
   **MXFP4** (gpt-oss). Inputs stay in 16 bits, also where the checkpoint says that they are in fewer.
@@ -76,9 +77,10 @@ Everything else is multiplied with the dense weight, which is made for each prod
 GPUs. `--dequantise` makes it once, while the model is loaded. Layers without scales in the files are plain.
 Several ranks divide linear layers and experts in whole blocks and groups; those in MXFP4 by whole experts.
 
-Refused before weights are read: act order, groups of other sizes, other bits (integers of 8 bits), several
-formats in one checkpoint, and tensors that are missing or have another shape or type than their format says.
-Embeddings have to be plain.
+Refused before weights are read: act order, groups of other sizes, a scale of 4-bit integers for each output,
+other bits (integers of 8 bits), linear layers in MXFP4, several formats in one checkpoint, weights stored
+without their zeros (a `sparsity_config`), and tensors that are missing or have another shape or type than
+their format says. Embeddings have to be plain.
 
 **Adapted models.** The engine changes models that it has loaded whose attention modules compute scores
 themselves, attend twice a layer, or are not handed keyword arguments: BigBird, Bloom, CodeGen, DiffLlama,

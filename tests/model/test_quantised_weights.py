@@ -18,6 +18,7 @@ from lightkv.errors import UnsupportedModel
 from lightkv.integrations.model.linears import size_of
 from lightkv.integrations.weights.config import weight_format
 from lightkv.integrations.weights.experts import QuantisedExperts
+from lightkv.integrations.weights.fp8 import Fp8Format
 from lightkv.integrations.weights.quantised import CannotDivide, QuantisedWeight
 from lightkv.integrations.weights.weight_part import WeightPart
 from lightkv.router import EngineConfig
@@ -199,6 +200,60 @@ def test_layers_that_transformers_does_not_build_are_left_out(tmp_path: Path) ->
     assert answers(loaded(tmp_path), prompts(), prefill_chunk=16) == own_answers(dense, prompts())
 
 
+# What compressed-tensors' own files have, too, by its versions 0.4 to 0.20
+
+
+def configure(directory: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    change(config)
+    path.write_text(json.dumps(config))
+
+
+def test_early_files_name_their_configuration_otherwise(tmp_path: Path) -> None:
+    dense = saved(tmp_path, "w4a16")
+    configure(tmp_path, lambda one: one.update(compression_config=one.pop("quantization_config")))
+    assert answers(loaded(tmp_path), prompts(), prefill_chunk=16) == own_answers(dense, prompts())
+
+
+def test_fp8_without_quantised_inputs_is_named_naive() -> None:
+    config = tiny("llama")
+    config.quantization_config = json.loads(
+        json.dumps(FORMATS["fp8-channel"].config).replace("float-quantized", "naive-quantized")
+    )
+    config.quantization_config["config_groups"]["group_0"]["input_activations"] = None
+    assert weight_format(config) == Fp8Format(".weight_scale", (1, 0), rounds_input=False)
+
+
+@pytest.mark.parametrize("form", ["fp8-channel", None])
+def test_attention_may_be_quantised_beside_weights_or_alone(tmp_path: Path, form: str | None) -> None:
+    """Its zero points are stored in fp8, also where they are 0."""
+    if form is None:
+        dense = random_weights(tiny("llama", fields=SIZES))
+        dense.save_pretrained(tmp_path)
+        (tmp_path / "tokenizer.json").touch()
+    else:
+        dense = saved(tmp_path, form)
+    numbers = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+    group = {"targets": ["LlamaAttention"], "weights": None, "input_activations": numbers, "format": "dense"}
+
+    def add(config: dict[str, Any]) -> None:
+        named = config.setdefault("quantization_config", {"quant_method": "compressed-tensors"})
+        named["kv_cache_scheme"] = numbers
+        named.setdefault("config_groups", {})["group_1"] = group
+
+    configure(tmp_path, add)
+    zeros = {
+        f"model.layers.{layer}.self_attn.{own}_zero_point": torch.zeros(1).to(torch.float8_e4m3fn)
+        for layer in range(2)
+        for own in "qkv"
+    }
+    rewrite(tmp_path, lambda tensors: tensors.update(zeros))
+    model = loaded(tmp_path)
+    assert len(parts(model)) == (14 if form else 0)
+    assert answers(model, prompts(), prefill_chunk=16) == own_answers(dense, prompts())
+
+
 # Refused before a weight is read
 
 
@@ -277,6 +332,11 @@ NAMES_KNOWN = ".*lightkv reads fp8"
         ),
         ({"quant_method": "compressed-tensors", "config_groups": {"a": 3}}, UnsupportedModel, "no usable"),
         (
+            {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}},
+            UnsupportedModel,
+            f"without their zeros, as sparse-24-bitmask{NAMES_KNOWN}",
+        ),
+        (
             None,
             UnreadableWeights,
             r"stores model.layers.* in fp8, and config.json has no quantization_config",
@@ -287,21 +347,16 @@ def test_configurations_that_are_not_known_are_refused(
     tmp_path: Path, fields: dict[str, Any] | None, error: type[Exception], message: str
 ) -> None:
     saved(tmp_path, "fp8")
-    path = tmp_path / "config.json"
-    config = json.loads(path.read_text())
     if fields is None:
-        del config["quantization_config"]
+        configure(tmp_path, lambda config: config.pop("quantization_config"))
     else:
-        config["quantization_config"] |= fields
-    path.write_text(json.dumps(config))
+        configure(tmp_path, lambda config: config["quantization_config"].update(fields))
     with pytest.raises(error, match=message):
         load_model(tmp_path, META, torch.float32, lambda line: None)
 
 
 def test_a_configuration_for_plain_weights_is_refused(tmp_path: Path) -> None:
     random_weights(tiny("llama")).save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = FORMATS["fp8"].config
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    configure(tmp_path, lambda config: config.update(quantization_config=FORMATS["fp8"].config))
     with pytest.raises(UnreadableWeights, match="has no tensor …weight_scale_inv, though"):
         load_model(tmp_path, META, torch.float32, lambda line: None)

@@ -16,8 +16,8 @@ from .quantised import Format
 
 _KNOWN = (
     "lightkv reads fp8 with scales of 128 x 128 blocks (quant_method fp8), AWQ, GPTQ without act order, "
-    "gpt-oss's mxfp4, modelopt's FP8 and NVFP4, and compressed-tensors' float-quantized with 8 bits, "
-    "pack-quantized with 4, and nvfp4-pack-quantized"
+    "gpt-oss's mxfp4, modelopt's FP8 and NVFP4, and compressed-tensors' float-quantized and "
+    "naive-quantized with floats of 8 bits, pack-quantized with 4 bits, and nvfp4-pack-quantized"
 )
 _GROUPED = f"lightkv reads 4 bits in groups of {GROUPS} inputs in their order"
 
@@ -27,10 +27,10 @@ class UnknownQuantisation(ValueError):
 
 
 def quantization_config(config: PreTrainedConfig) -> Mapping[str, Any]:
-    """Returns a configuration's `quantization_config`, that of its text model if it has none itself; an empty
-    one if neither has one."""
+    """Returns a configuration's `quantization_config` (`compression_config` of compressed-tensors before 0.7),
+    that of its text model if it has none itself; an empty one if neither has one."""
     for one in (config, config.get_text_config()):
-        found = getattr(one, "quantization_config", None)
+        found = getattr(one, "quantization_config", None) or getattr(one, "compression_config", None)
         if isinstance(found, Mapping):
             return found
         if found is not None and hasattr(found, "to_dict"):
@@ -51,7 +51,7 @@ def weight_format(config: PreTrainedConfig) -> Format | None:
     """Returns the format of the quantised weights; None if there are none. Raises UnknownQuantisation."""
     fields = quantization_config(config)
     method = fields.get("quant_method")
-    if not fields or (_is_compressed(fields) and not fields.get("config_groups")):
+    if not fields:
         return None
     try:
         if method == "fp8":
@@ -113,14 +113,17 @@ def _modelopt(fields: Mapping[str, Any]) -> Format:
     raise UnknownQuantisation(f"its weights are quantised by modelopt as {algorithm!r}; {_KNOWN}")
 
 
-def _compressed_tensors(fields: Mapping[str, Any]) -> Format:
+def _compressed_tensors(fields: Mapping[str, Any]) -> Format | None:
     if fields.get("transform_config"):
         raise UnknownQuantisation(f"its layers transform their inputs (transform_config); {_KNOWN}")
-    groups = [group for group in fields["config_groups"].values() if group.get("weights", group) is not None]
-    formats = {_group_format(fields, group) for group in groups}
-    if len(formats) != 1:
+    sparse = (fields.get("sparsity_config") or {}).get("format", "dense")
+    if sparse != "dense":
+        raise UnknownQuantisation(f"its weights are stored without their zeros, as {sparse}; {_KNOWN}")
+    groups = (fields.get("config_groups") or {}).values()
+    formats = {_group_format(fields, one) for one in groups if one.get("weights", one) is not None}
+    if len(formats) > 1:
         raise UnknownQuantisation(f"its weights are in {len(formats)} formats at once; {_KNOWN}")
-    return formats.pop()
+    return formats.pop() if formats else None  # K/V or attention alone
 
 
 def _group_format(fields: Mapping[str, Any], group: Mapping[str, Any]) -> Format:
@@ -128,7 +131,7 @@ def _group_format(fields: Mapping[str, Any], group: Mapping[str, Any]) -> Format
     weights, inputs = group["weights"], group.get("input_activations")
     name = group.get("format") or fields.get("format")
     kind, bits, strategy = weights["type"], weights["num_bits"], weights.get("strategy")
-    if name == "float-quantized" and (kind, bits) == ("float", 8):
+    if name in ("float-quantized", "naive-quantized") and (kind, bits) == ("float", 8):
         blocks = {"tensor": (0, 0), "channel": (1, 0)}
         if strategy == "block" and weights.get("block_structure") == [128, 128]:
             blocks["block"] = (128, 128)

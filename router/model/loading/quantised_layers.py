@@ -126,7 +126,7 @@ def quantised_layers(
     except UnknownQuantisation as error:
         raise UnsupportedModel(_architecture(config), str(error)) from error
     if format is None:
-        if strange := sorted(name for name, one in stored.items() if one.dtype in _FEW_BITS):
+        if strange := sorted(_in_few_bits(stored)):
             reason = f"stores {list_some(strange)} in fp8, and config.json has no quantization_config for it"
             raise UnreadableWeights(directory, reason)
         return None
@@ -197,11 +197,15 @@ def _of_layers(
             raise UnreadableWeights(directory, reason)
         weights[own] = known.weight(found, bias)
     experts = experts_of_layers(known, modules, [(own, stem) for stem, own in of_experts.items()])
-    if strange := sorted(
-        name for name, one in tensors.items() if one.dtype in _FEW_BITS and name not in names
-    ):
+    if strange := sorted(_in_few_bits(tensors) - names):
         raise UnreadableWeights(directory, f"has no {format.marker[1:]} for {list_some(strange)}")
     return QuantisedLayers(format, weights, experts, frozenset(names | set(of_experts.values())))
+
+
+def _in_few_bits(tensors: Mapping[str, StoredTensor]) -> set[str]:
+    """Returns the names of weights in few bits. Queries and K/V that are quantised have zero points in fp8."""
+    names = {name for name, one in tensors.items() if one.dtype in _FEW_BITS}
+    return {name for name in names if not name.endswith("_zero_point")}
 
 
 def _dense(part: WeightPart) -> nn.Linear:
