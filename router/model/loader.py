@@ -6,6 +6,7 @@ run.
 
 import json
 import os
+import re
 import tempfile
 import time
 from collections import Counter, defaultdict
@@ -18,7 +19,6 @@ from typing import Any, Literal
 import torch
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoModelForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -88,8 +88,9 @@ def load_model(
     config = load_checked_config(directory)
     half = _text_half(directory, config)
     tensors: dict[str, StoredTensor] = {}
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)] if half is None else half.model_class
     for name in weight_files(directory):
-        tensors |= stored_tensors(directory / name)
+        tensors |= _known(stored_tensors(directory / name), model_class)
     stored = _StoredBytes.of(tensors, half)
     if dtype == "auto":
         dtype = _auto_dtype(device, getattr(config, "dtype", None), set(stored.read))
@@ -130,10 +131,8 @@ def load_model(
                 "trust_remote_code": False,
                 "output_loading_info": True,
             }
-            model_class: Any = AutoModelForCausalLM if half is None else half.model_class
             if layers is not None:
-                own = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)] if half is None else model_class
-                model_class = layers.model_class(own)
+                model_class = layers.model_class(model_class)
             if ranks is None or device.type == "meta":
                 load = model_class.from_pretrained
                 model, info = load(readable, config=config, device_map={"": device}, **settings)
@@ -190,6 +189,13 @@ def _with_index_metadata(directory: Path) -> Iterator[Path]:
                 (Path(links) / path.name).symlink_to(path.absolute())
         (Path(links) / INDEX).write_text(json.dumps(index | {"metadata": {}}), encoding="utf-8")
         yield Path(links)
+
+
+def _known(stored: Mapping[str, StoredTensor], model_class: Any) -> dict[str, StoredTensor]:
+    """Returns the tensors that a class of models builds. Released models have layers that transformers does not
+    build, as those that predict several tokens."""
+    ignored = [re.compile(one) for one in model_class._keys_to_ignore_on_load_unexpected or ()]
+    return {name: one for name, one in stored.items() if not any(one.search(name) for one in ignored)}
 
 
 def _text_half(directory: Path, config: PreTrainedConfig) -> TextHalf | None:

@@ -50,8 +50,9 @@ and be refused with another: layer types, windows and shared layers are read fro
 Beside layers that see everything, layers with a window or a chunk hold what their next tokens see and 64
 tokens more ([layer groups](memory.md#layer-groups)). Where no layer sees everything, all layers hold all
 tokens. Layers that read the K/V of another layer (Gemma-3n, Gemma-4) hold none. Models with recurrent layers
-(Qwen3.5, LFM2, Nemotron-H and others) need the extra `hybrid` on a GPU. The models here are tiny and random.
-The released checkpoints of two families need more than that:
+(Qwen3.5, Nemotron-H and others) need the extra `hybrid` on a GPU; LFM2, which has convolutions only, does not.
+
+The models here are tiny and random. The released checkpoints of two families need more than these:
 
 - **gpt-oss** stores its experts in MXFP4, in which they run (see below). lightkv has not been run on the
   released checkpoints, but on random weights of the shape and format of 20b.

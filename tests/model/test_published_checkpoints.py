@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from lightkv.errors import LightKVError
 from lightkv.router import LLM, EngineConfig, SamplingParams
@@ -209,7 +209,7 @@ def test_a_package_that_weights_in_fewer_bits_need(directory: Path, monkeypatch:
     def load(*arguments: Any, **settings: Any) -> Any:
         raise ImportError("Loading a GPTQ quantized model requires optimum")
 
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load)
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", load)
     with pytest.raises(
         UnreadableWeights, match=r"requires optimum\); give the model with weights in 16 bits"
     ):

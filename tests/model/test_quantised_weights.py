@@ -22,6 +22,7 @@ from lightkv.integrations.weights.fp8 import Fp8Format
 from lightkv.integrations.weights.quantised import CannotDivide, QuantisedWeight
 from lightkv.integrations.weights.weight_part import WeightPart
 from lightkv.router import EngineConfig
+from lightkv.router.model import loader
 from lightkv.router.model.info import model_info
 from lightkv.router.model.loader import load_model
 from lightkv.router.model_files import UnreadableWeights
@@ -191,11 +192,14 @@ def test_info_counts_what_a_rank_holds_of_experts(tmp_path: Path, family: str) -
         assert 0.5 * whole[name] <= half[name] < 0.7 * whole[name]
 
 
-def test_layers_that_transformers_does_not_build_are_left_out(tmp_path: Path) -> None:
-    """As layers that predict several tokens, of which released checkpoints have one."""
+def test_layers_that_transformers_does_not_build_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As layers that predict several tokens, of which released checkpoints have one. They need no memory."""
     dense = saved(tmp_path, "fp8", "glm4_moe")
     layer = f"model.layers.{46}.mlp.down_proj"
-    more = {"weight": torch.ones(128, 128).to(torch.float8_e4m3fn), "weight_scale_inv": torch.ones(1, 1)}
+    more = {"weight": torch.ones(4096, 4096).to(torch.float8_e4m3fn), "weight_scale_inv": torch.ones(32, 32)}
+    monkeypatch.setattr(loader, "_memory", lambda device: (16 * 2**20, 2**30))
     rewrite(tmp_path, lambda tensors: tensors.update({f"{layer}.{name}": one for name, one in more.items()}))
     assert answers(loaded(tmp_path), prompts(), prefill_chunk=16) == own_answers(dense, prompts())
 

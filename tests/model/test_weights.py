@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from bench.common.random_model import random_model
 from lightkv.errors import UnsupportedModel
@@ -171,7 +171,7 @@ def test_too_large_is_refused_before_it_is_loaded(
     monkeypatch.setattr(loader, "_memory", lambda device: (needed, 10 * needed))
     load_model(tiny_dir, CPU, dtype, lines.append)  # fits exactly
     monkeypatch.setattr(loader, "_memory", lambda device: (needed - 1, 10 * needed))
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("was loaded"))
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", lambda *_, **__: pytest.fail("was loaded"))
     with pytest.raises(ModelTooLarge, match=r"tiny: .* GB of weights do not fit"):
         load_model(tiny_dir, CPU, dtype, lines.append)
 

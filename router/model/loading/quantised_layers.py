@@ -5,7 +5,6 @@ once all else is loaded, and divided among ranks. Layers that the checkpoint lea
 """
 
 import copy
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,8 +113,8 @@ def quantised_layers(
     half: TextHalf | None,
     dtype: torch.dtype,
 ) -> QuantisedLayers | None:
-    """Returns the quantised layers of the checkpoint in `directory`, whose tensors are `stored`, for products
-    in `dtype`; None if it has none.
+    """Returns the quantised layers of the checkpoint in `directory`, of which the model builds the tensors
+    `stored`, for products in `dtype`; None if it has none.
 
     Raises:
         UnsupportedModel: the format is unknown, or a layer of the model has none that is read here.
@@ -134,15 +133,9 @@ def quantised_layers(
         auto: Any = AutoModelForCausalLM if half is None else half.model_class
         model = auto.from_config(config, dtype=torch.bfloat16)
     left_out = {} if half is None else half.places(stored)
-    # Layers of a released model that transformers does not build, as those that predict several tokens.
-    ignored = [re.compile(one) for one in model._keys_to_ignore_on_load_unexpected or ()]
     known = StoredLayers(
         directory,
-        {
-            name: one
-            for name, one in stored.items()
-            if name not in left_out and not any(one.search(name) for one in ignored)
-        },
+        {name: one for name, one in stored.items() if name not in left_out},
         format,
         dtype,
     )
