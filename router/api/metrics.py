@@ -4,16 +4,13 @@ Counts of tokens and requests come from the router's latest status. Times are ob
 While the router is silent, its gauges are left out, because they describe the present.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import TypeVar
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 
 from lightkv.router.service.log_stream import num_dropped_lines
 from lightkv.router.service.router_client import LatestStatus
-
-_Labelled = TypeVar("_Labelled", CounterMetricFamily, GaugeMetricFamily)
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -199,11 +196,15 @@ class _RouterCollector:
             yield counter
         for name, text, count in _BY_KEY if load.by_key else ():
             used = CounterMetricFamily(f"lightkv:key_{name}", text, labels=["model_name", "key"])
-            yield self._filled(used, {key: getattr(usage, count) for key, usage in load.by_key.items()})
+            for key, usage in load.by_key.items():
+                used.add_metric([self._model, key], getattr(usage, count))
+            yield used
         if load.by_key and not latest.is_silent:
             text = "Tokens that running requests hold; a shared one counts in each."
             held = GaugeMetricFamily("lightkv:key_held_tokens", text, labels=["model_name", "key"])
-            yield self._filled(held, {key: usage.held for key, usage in load.by_key.items()})
+            for key, usage in load.by_key.items():
+                held.add_metric([self._model, key], usage.held)
+            yield held
         yield self._gauge("lightkv:ready", "Whether requests are accepted.", float(latest.takes_requests))
         yield self._gauge(
             "lightkv:router_silence_seconds", "Seconds since the router last reported.", latest.age
@@ -213,7 +214,9 @@ class _RouterCollector:
             "Lines of a process's log that were dropped, because nothing read them in time.",
             labels=["model_name", "process"],
         )
-        yield self._filled(dropped, {"api": num_dropped_lines(), "router": load.num_dropped_log_lines})
+        dropped.add_metric([self._model, "api"], num_dropped_lines())
+        dropped.add_metric([self._model, "router"], load.num_dropped_log_lines)
+        yield dropped
         info = latest.status.info
         if info is not None:
             family = InfoMetricFamily(
@@ -235,15 +238,11 @@ class _RouterCollector:
                 "Layers that run transformers' own code, by what of them does and why.",
                 labels=["model_name", "why"],
             )
-            yield self._filled(unfused, info.unfused)
+            for why, num_layers in info.unfused.items():
+                unfused.add_metric([self._model, why], num_layers)
+            yield unfused
 
     def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
         gauge = GaugeMetricFamily(name, text, labels=["model_name"])
         gauge.add_metric([self._model], value)
         return gauge
-
-    def _filled(self, family: _Labelled, values: Mapping[str, float]) -> _Labelled:
-        """Adds a value for each label beside the model's."""
-        for label, value in values.items():
-            family.add_metric([self._model, label], value)
-        return family

@@ -10,10 +10,9 @@ import asyncio
 import os
 import socket
 import struct
-from typing import Annotated, Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
-from msgspec import Meta
 
 from lightkv.errors import LightKVError
 from lightkv.router.config import EngineConfig
@@ -48,47 +47,44 @@ class NewAnswer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class NewPrompt(msgspec.Struct, frozen=True, array_like=True):
-    """One prompt, int32 bytes, and the answers to it. `boundary`: how many of its tokens the next turn of its
-    chat begins with, too; 0 if that is not known."""
+    """One prompt, int32 bytes, and the answers to it, of which there is at least one. `boundary`: how many of
+    its tokens the next turn of its chat begins with, too; 0 if that is not known."""
 
     prompt_ids: bytes
-    answers: Annotated[list[NewAnswer], Meta(min_length=1)]
+    answers: list[NewAnswer]
     boundary: int = 0
 
 
-class Terms(msgspec.Struct, frozen=True, kw_only=True):
-    """What one client's request says of all its answers, beside their parameters.
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    """Asks for the answers to the prompts of one client's request: all are queued, or none. The router replies
+    with Accepted or Refused, which have the `request_id` of the first answer, and then with events.
 
-    `priority`: requests with a lower one run first. `namespace`: prefixes are shared only within it.
-    `states_length`: whether the client stated its max_tokens, or it is only the most that there is room for.
-    `shows_answer`: if not, the client gets none of the tokens, and a prompt may fill the context.
-    `grammar_bytes`: what the grammar of the parameters takes when it is compiled. `grammar_owner`: what stands
-    for the client; the owners' grammars are compiled in turns. `key`: the name of the client's API key, which
-    has used what the answers take.
+    `params`: those of each answer; their `n` and `seed` mean nothing here. The first answer to each prompt
+    alone computes the log-probabilities of its prompt. `states_length`: whether the client stated its
+    max_tokens, or it is only the most that there is room for. `stop_ids`: token ids that end an answer.
+    `priority`: requests with a lower one run first. `namespace`: prefixes are shared only within it. `session`:
+    the name of the session that protects the answers' tokens, until ReleaseSession. `shows_answer`: if not, the
+    client gets none of the tokens, and a prompt may fill the context. `grammar_bytes`: what the grammar of
+    `params` takes when it is compiled. `grammar_owner`: what stands for the client; the owners' grammars are
+    compiled in turns. `key`: the name of the client's API key, which has used what the answers take.
     """
 
+    prompts: list[NewPrompt]
+    params: SamplingParams
+    stop_ids: list[int]
     priority: int = 0
     namespace: tuple[str, ...] = ()
+    session: str | None = None
     states_length: bool = True
     shows_answer: bool = True
     grammar_bytes: int = 0
     grammar_owner: bytes = b""
     key: str | None = None
 
-
-class Submit(Terms, frozen=True, tag=True):
-    """Asks for the answers to the prompts of one client's request: all are queued, or none. The router replies
-    with Accepted or Refused, which have the `request_id` of the first answer, and then with events.
-
-    `params`: those of each answer; their `n` and `seed` mean nothing here. The first answer to each prompt
-    alone computes the log-probabilities of its prompt. `stop_ids`: token ids that end an answer. `session`: the
-    name of the session that protects the answers' tokens, until ReleaseSession.
-    """
-
-    prompts: Annotated[list[NewPrompt], Meta(min_length=1)]
-    params: SamplingParams
-    stop_ids: list[int]
-    session: str | None = None
+    def __post_init__(self) -> None:
+        """Raises ValueError where a prompt has no answers, or there is no prompt."""
+        if not self.prompts or not all(prompt.answers for prompt in self.prompts):
+            raise ValueError("a submission without prompts, or with a prompt without answers")
 
     @property
     def request_id(self) -> str:
@@ -285,7 +281,8 @@ class FrameStream(Generic[Received]):
         return self._writer.transport.get_write_buffer_size()
 
     def send(self, message: msgspec.Struct) -> None:
-        """Queues a message. Once the stream is closed, messages are lost."""
+        """Queues a message; `drain` waits until the peer has read enough of what is queued. Once the stream is
+        closed, messages are lost."""
         self.send_frame(self.frame(message))
 
     def frame(self, message: msgspec.Struct) -> bytes:
@@ -297,6 +294,9 @@ class FrameStream(Generic[Received]):
         """Queues what `frame` returned."""
         if not self._writer.transport.is_closing():
             self._writer.write(frame)
+
+    async def drain(self) -> None:
+        await self._writer.drain()
 
     async def receive(self) -> Received | None:
         """Returns the next message, or None once the peer has closed the stream. Raises BadFrame."""

@@ -272,7 +272,7 @@ async def test_requests_that_the_router_does_not_read_have_a_bound(
         with pytest.raises(RequestRefused, match="fewer prompts") as refused:
             await client.submit(submit_of(1, num_prompts=9))
         assert refused.value.kind == "never_fits"
-        assert len(client._answers) == 2
+        assert client.num_open == 2
         assert router._stream is not None
         for name in "12":
             router._stream.send(Accepted(f"{name}0.0"))
@@ -280,7 +280,7 @@ async def test_requests_that_the_router_does_not_read_have_a_bound(
             answers.close()
         router.mute = False
         (await client.submit(submit_of(1, name="4"))).close()
-        assert not client._answers
+        assert client.num_open == 0
 
 
 class FakeStream(FrameStream[ToRouter]):
@@ -310,7 +310,7 @@ async def test_events_that_no_consumer_takes_have_a_bound(
         slow.close()
         other.close()
         assert client.num_event_bytes == 0
-        assert not client._answers
+        assert client.num_open == 0
 
 
 async def test_a_consumer_that_was_slow_gets_its_events_in_parts() -> None:
@@ -424,7 +424,7 @@ async def test_an_abort_of_an_unknown_request_is_ignored(tmp_path: Path) -> None
 def test_a_submission_without_answers_is_no_message() -> None:
     for prompts in ([], [[b"\1\0\0\0", []]]):
         data = encode({"type": "Submit", "prompts": prompts, "params": {}, "stop_ids": []})
-        with pytest.raises(msgspec.ValidationError, match="length >= 1"):
+        with pytest.raises(msgspec.ValidationError, match="without"):
             msgspec.msgpack.decode(data, type=ToRouter)
 
 

@@ -17,7 +17,7 @@ from lightkv.ledger.prefix_tree import TOKEN_BYTES
 from lightkv.router.api.metrics import ServiceMetrics
 from lightkv.router.engine.step import TokenEvent
 from lightkv.router.sampling_params import SamplingParams
-from lightkv.router.service.messages import NewAnswer, NewPrompt, Submit, Terms
+from lightkv.router.service.messages import NewAnswer, NewPrompt, Submit
 from lightkv.router.service.router_client import AnswerStream, RouterClient
 from lightkv.router.text.completion import NEW_TEXT, AnswerForm, AnswerPlan, Completion
 from lightkv.router.text.tokenizer import Tokenizer
@@ -108,21 +108,32 @@ class AnswerClock:
         metrics.finished.labels(metrics.model, reason).inc()
 
 
-class GenerationSpec(Terms, frozen=True):
+@dataclass(frozen=True)
+class GenerationSpec:
     """The generation that one HTTP request asks for: `params.n` answers to each of `prompts` (int32 bytes).
 
-    `session`: the one that protects the tokens of prompts and answers in the cache. `form`: how its tokens
-    become an answer. `cut_to`: what `params.max_tokens` is cut to, if the pool cannot hold as many.
-    `grammar_field`: the field that `params.grammar` came in. `boundary`: as of `NewPrompt`.
+    `session`: the one that protects the tokens of prompts and answers in the cache. `states_length`: whether
+    the client stated max_tokens. `shows_answer`: if not, the one token that a prompt is answered with is
+    dropped. `form`: how its tokens become an answer. `cut_to`: what `params.max_tokens` is cut to, if the pool
+    cannot hold as many. `grammar_field`: the field that `params.grammar` came in. `grammar_bytes`: what it
+    takes when it is compiled. `grammar_owner`: what stands for the client. `boundary`: as of `NewPrompt`.
+    `key`: the name of the client's API key.
     """
 
     prompts: list[bytes]
     params: SamplingParams
+    priority: int = 0
+    namespace: tuple[str, ...] = ()
     session: SessionUse | None = None
+    states_length: bool = True
+    shows_answer: bool = True
     form: AnswerForm = NEW_TEXT
     cut_to: int | None = None
     grammar_field: str = "grammar"
+    grammar_bytes: int = 0
+    grammar_owner: bytes = b""
     boundary: int = 0
+    key: str | None = None
 
 
 @dataclass
@@ -192,8 +203,14 @@ class Backend:
             prompts=prompts,
             params=plan.params,
             stop_ids=sorted(plan.stop_ids),
+            priority=spec.priority,
+            namespace=spec.namespace,
             session=None if spec.session is None else spec.session.name,
-            **{name: getattr(spec, name) for name in Terms.__struct_fields__},
+            states_length=spec.states_length,
+            shows_answer=spec.shows_answer,
+            grammar_bytes=spec.grammar_bytes,
+            grammar_owner=spec.grammar_owner,
+            key=spec.key,
         )
         with ExitStack() as stack:
             session = None

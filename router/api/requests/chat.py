@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
-import msgspec
 from fastapi import Request
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError
@@ -186,7 +185,7 @@ class Chats:
             form = form._replace(shown_ids=reading.shown_ids, new_reader=reading.new_reader)
         extras = replace(accepted.extras, prompts=prompts)
         writer = ChatWriter(accepted.model, self._prompts.tokenizer, reading, extras)
-        spec = msgspec.structs.replace(
+        spec = replace(
             accepted.spec,
             prompts=prompts,
             boundary=boundary,

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from typing import Annotated, ClassVar
 
-import msgspec
 from fastapi import Request
 from pydantic import Field
 from starlette.responses import Response
@@ -112,7 +111,7 @@ class Completions:
                 else:
                     echoed.append(Echo(await self._prompts.closed_text_of(prompt_ids), has_special=True))
         prompts = [prompt_ids.tobytes() for prompt_ids in made]
-        spec = msgspec.structs.replace(
+        spec = replace(
             accepted.spec,
             prompts=prompts,
             form=AnswerForm(continues=True, is_echoed=body.echo is True),

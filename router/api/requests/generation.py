@@ -6,12 +6,11 @@ are renamed or refused (`refused.py`); unknown fields are ignored. `SamplingPara
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from fastapi import Request
-from msgspec.structs import replace
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from starlette.responses import Response
 
