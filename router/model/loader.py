@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -133,6 +134,8 @@ def load_model(
             }
             if layers is not None:
                 model_class = layers.model_class(model_class)
+            elif half is None:
+                model_class = AutoModelForCausalLM
             if ranks is None or device.type == "meta":
                 load = model_class.from_pretrained
                 model, info = load(readable, config=config, device_map={"": device}, **settings)
