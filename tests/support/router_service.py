@@ -164,6 +164,8 @@ class Client:
         return {event.request_id: event for event in self.events if event.finish_reason}
 
     async def until(self, what: Callable[[Status], bool]) -> Status:
+        """Reads statuses that the router sent after what was read so far, until one is as wanted."""
+        self.status = None
         while self.status is None or not what(self.status):
             await self.take()
         return self.status
