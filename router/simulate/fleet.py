@@ -45,8 +45,10 @@ class Fleet:
         """Runs all requests, and recounts every replica at the end. `progress`: takes the number of requests
         that have ended."""
         told = 0
-        while (at := min([arrivals.next_time, *(one.next_time for one in self.replicas)])) < math.inf:
-            if at == arrivals.next_time:
+        while (
+            at := min([coming := self._next(arrivals), *(one.next_time for one in self.replicas)])
+        ) < math.inf:
+            if at == coming:
                 self._receive(arrivals, at)
             else:
                 for simulation in self.replicas:
@@ -60,10 +62,18 @@ class Fleet:
             simulation.pass_time(end)
             simulation.engine.check()
 
+    def _next(self, arrivals: Arrivals) -> float:
+        """Returns when requests are received next. Of those that all wait at the start, a single replica is
+        sent a few at a time, so that few are in memory."""
+        (first, *others) = self.replicas
+        if others or not arrivals.all_at_start or arrivals.exhausted:
+            return arrivals.next_time
+        return first.clock if first.has_room else math.inf
+
     def _receive(self, arrivals: Arrivals, at: float) -> None:
         """Sends all requests that arrive at one time, to replicas that take them at once."""
         reached: set[int] = set()
-        while (taken := arrivals.take(at)) is not None:
+        while self._next(arrivals) <= at and (taken := arrivals.take(at)) is not None:
             idx = self._route(taken) if len(self.replicas) > 1 else 0
             reached.add(idx)
             self.replicas[idx].pass_time(at)
@@ -73,7 +83,9 @@ class Fleet:
             for simulation in self.replicas:
                 simulation.is_closed = True
         for idx in sorted(reached):
-            self.replicas[idx].move_to(at)
+            # An engine that runs takes those that wait at the start when it plans its next step.
+            if not arrivals.all_at_start or not self.replicas[idx].engine.has_work:
+                self.replicas[idx].move_to(at)
 
     def _route(self, numbered: Numbered) -> int:
         ids = prompt_ids(*numbered)

@@ -141,6 +141,11 @@ class Simulation:
             )
 
     @property
+    def has_room(self) -> bool:
+        """Whether the scheduler may soon want more requests than have been put here."""
+        return len(self._inbox) < self._queue
+
+    @property
     def waiting_tokens(self) -> int:
         """The tokens that the requests so far have yet to compute before they decode."""
         tokens = self._inbox_tokens
