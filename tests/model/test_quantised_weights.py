@@ -204,6 +204,16 @@ def test_layers_that_transformers_does_not_build_are_left_out(
     assert answers(loaded(tmp_path), prompts(), prefill_chunk=16) == own_answers(dense, prompts())
 
 
+def test_a_quantised_head_that_is_tied_is_refused(tmp_path: Path) -> None:
+    fields = SIZES | OF_FAMILY["llama"] | {"vocab_size": 256, "tie_word_embeddings": False}
+    model = random_weights(tiny("llama", fields=fields))
+    save_quantised(model, tmp_path, "fp8", ())
+    assert type(loaded(tmp_path).lm_head) is WeightPart
+    configure(tmp_path, lambda one: one.update(tie_word_embeddings=True))
+    with pytest.raises(UnreadableWeights, match=r'lm_head in fp8, .* set "tie_word_embeddings": false'):
+        loaded(tmp_path)
+
+
 # What compressed-tensors' own files have, too, by its versions 0.4 to 0.20
 
 

@@ -181,6 +181,9 @@ def _of_layers(
         if type(module) is not nn.Linear:
             what = f"{stem} is stored in {format.name}, and is no linear layer of the model"
             raise UnsupportedModel(_architecture(model.config), what)
+        if module is model.get_output_embeddings() and model.config.get_text_config().tie_word_embeddings:
+            reason = f"stores {stem} in {format.name}, and config.json ties it to the embedding"
+            raise UnreadableWeights(directory, reason, 'set "tie_word_embeddings": false in config.json')
         found = known.of_layer(stem, module.out_features, module.in_features)
         bias = tensors.get(f"{stem}.bias")
         if bias is not None:
