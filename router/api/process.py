@@ -26,9 +26,7 @@ from .app import create_app
 
 NUM_TEXT_THREADS = 2
 _NO_MODEL = "\0"
-MODEL_CHECK_SECONDS = (
-    20.0  # time for the worker to refuse the model, with a better reason than the tokenizer's
-)
+MODEL_CHECK_SECONDS = 20.0  # for the worker to refuse the model, with a better reason than the tokenizer's
 
 
 async def serve(settings: ServeSettings) -> None:

@@ -76,11 +76,8 @@ def api_settings(engine: EngineConfig, service: ServiceConfig, is_local: bool) -
 
 def shown(engine: EngineConfig, service: ServiceConfig) -> dict[str, Any]:
     """Returns the settings by name without secrets: no API key, and no user or query in an address."""
-    settings = asdict(engine) | asdict(service)
-    settings |= {
-        "api_key": len(service.api_key),
-        "metrics_key": len(service.metrics_key),
-    }  # how many there are
+    num_keys = {"api_key": len(service.api_key), "metrics_key": len(service.metrics_key)}
+    settings = asdict(engine) | asdict(service) | num_keys
     if service.otlp_endpoint is not None:
         parts = urlsplit(service.otlp_endpoint)
         settings["otlp_endpoint"] = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"

@@ -48,9 +48,8 @@ class CallWatch:
     def look(self) -> bool:
         """Returns whether a call is overdue."""
         now = self._clock()
-        stopped = max(
-            now - self._looked - self.tick_seconds, 0.0
-        )  # seconds in which this process did not run
+        # The seconds in which this process did not run.
+        stopped = max(now - self._looked - self.tick_seconds, 0.0)
         self._looked = now
         if self._begun is None:
             return False

@@ -44,9 +44,8 @@ class LogStream(io.TextIOBase):
         self._num_bytes = 0  # queued, or being written
         self._num_unsaid = 0  # dropped lines that no line has reported
         self._changed = threading.Condition()
-        with (
-            signals_held_back()
-        ):  # the thread inherits this: a signal that others hold back must not come by it
+        # The thread inherits this: a signal that others hold back must not come by it.
+        with signals_held_back():
             threading.Thread(target=self._write_all, name="log", daemon=True).start()
 
     @property

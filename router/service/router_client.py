@@ -105,9 +105,8 @@ class RouterClient:
         self._unanswered: dict[str, int] = {}  # bytes of each submission, by its first request
         self._num_unanswered_bytes = 0
         self._streams: set[AnswerStream] = set()  # that are not closed
-        self._answers: dict[
-            str, AnswerStream
-        ] = {}  # by request, as long as the router may send events for it
+        # By request, as long as the router may send events for it.
+        self._answers: dict[str, AnswerStream] = {}
         self._reader = asyncio.create_task(self._read())
 
     @classmethod

@@ -35,9 +35,8 @@ from .worker import RPYC_CONFIG, connect
 Report = Callable[[str], None]
 Result = TypeVar("Result")
 
-_REAP_SECONDS = (
-    1.0  # callers wait no longer for the exit code: a process that used a GPU can take long to exit
-)
+# Callers wait no longer for the exit code: a process that used a GPU can take long to exit.
+_REAP_SECONDS = 1.0
 _LOOK_UP_SECONDS = 10.0  # for looking up the worker's methods, the only calls that block the event loop
 # This end makes calls and accepts none.
 _CLIENT_CONFIG = {

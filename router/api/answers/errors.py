@@ -53,8 +53,6 @@ def message_error(
     if status == 503 or (status == 429 and code != LIMIT_REACHED):
         status = OVERLOADED
     kind = _MESSAGE_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
-    if (
-        code == CONTEXT_EXCEEDED
-    ):  # by these words agents recognise that they have to shorten their conversation
+    if code == CONTEXT_EXCEEDED:  # by these words agents recognise that their conversation has to be shorter
         message = f"prompt is too long: {message}"
     return status, {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}

@@ -87,9 +87,8 @@ class GrammarDesk:
         self._by_name: dict[str, _Entry] = {}
         self._queue: FairQueue[_Entry] = FairQueue()  # those that are to be compiled
         self._compiling: _Entry | None = None
-        self._idle: OrderedDict[int, float] = (
-            OrderedDict()
-        )  # id → since when no request holds it, oldest first
+        # Id → since when no request holds it, oldest first.
+        self._idle: OrderedDict[int, float] = OrderedDict()
         self._num_bytes = 0  # of those that are compiled, and of the one that is being compiled
         self._idle_bytes = 0
         self._unsent: list[Compile | Forget] = []

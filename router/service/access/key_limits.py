@@ -94,10 +94,8 @@ class Reservation:
     def add_prompt(self, num_tokens: int) -> None:
         """Takes the tokens of the prompts, which are known by now. Raises LimitReached."""
         if (tokens := self._used.tokens) is not None:
-            now, self.counts = (
-                self._clock(),
-                True,
-            )  # if it is refused here, its text was tokenised for nothing
+            now = self._clock()
+            self.counts = True  # if it is refused here, its text was tokenised for nothing
             if num_tokens > tokens.most:
                 raise LimitReached("tpm", tokens.most, num_tokens, None)
             more = min(num_tokens + self._answers, tokens.most) - self._taken

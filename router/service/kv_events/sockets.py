@@ -30,9 +30,7 @@ class Sockets:
         self.pub.setsockopt(zmq.SNDHWM, _QUEUED_BATCHES)
         self.replay.setsockopt(zmq.SNDHWM, QUEUED_BATCHES)
         self.replay.setsockopt(zmq.RCVHWM, MAX_TAKEN)  # requests of each connection that are not taken yet
-        self.replay.setsockopt(
-            zmq.ROUTER_MANDATORY, 1
-        )  # so that sending fails where a consumer takes no more
+        self.replay.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending fails where a consumer takes no more
         for one in (self.pub, self.replay):
             one.setsockopt(zmq.LINGER, _LINGER_MS)
             one.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
