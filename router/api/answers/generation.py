@@ -259,9 +259,7 @@ class Generation:
     def num_cached_tokens(self) -> int | None:
         """Prompt tokens found in the cache, counted for the first answer to each prompt; None if the service
         does not report them."""
-        if not self._reports_cached_tokens:
-            return None
-        return self.num_hit_tokens
+        return self.num_hit_tokens if self._reports_cached_tokens else None
 
     @property
     def num_hit_tokens(self) -> int:

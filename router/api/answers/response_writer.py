@@ -55,7 +55,6 @@ class ResponseWriter:
     ) -> Object:
         """Returns the response with these items. `generation`: its token counts are the usage. `error`: why the
         answer failed, as a code and a message."""
-        repeated = self._repeated
         status = "completed" if finish_reason is not None else "in_progress"
         details = None
         if finish_reason == "length":
@@ -63,6 +62,7 @@ class ResponseWriter:
         if error is not None:
             status = "failed"
         return {
+            **self._repeated,
             "id": self._id,
             "object": "response",
             "created_at": self._created,
@@ -70,21 +70,10 @@ class ResponseWriter:
             "background": False,
             "error": error,
             "incomplete_details": details,
-            "instructions": repeated["instructions"],
-            "max_output_tokens": repeated["max_output_tokens"],
-            "metadata": repeated["metadata"],
             "model": self._model,
             "output": items,
-            "parallel_tool_calls": repeated["parallel_tool_calls"],
             "previous_response_id": None,
-            "reasoning": repeated["reasoning"],
             "store": False,
-            "temperature": repeated["temperature"],
-            "text": repeated["text"],
-            "tool_choice": repeated["tool_choice"],
-            "tools": repeated["tools"],
-            "top_logprobs": repeated["top_logprobs"],
-            "top_p": repeated["top_p"],
             "truncation": "disabled",
             "usage": None if generation is None else _usage(generation),
         }

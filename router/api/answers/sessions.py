@@ -33,18 +33,16 @@ class SessionUse:
     ttl: float
 
 
+@dataclass(slots=True, eq=False)
 class OpenSession:
     """A session that has not expired. `ttl`: that of its latest request. `is_used`: whether a request of it was
     accepted. `timer`: set while no request runs."""
 
-    __slots__ = ("is_used", "name", "num_running", "timer", "ttl")
-
-    def __init__(self, name: str, ttl: float) -> None:
-        self.name = name
-        self.ttl = ttl
-        self.num_running = 0
-        self.is_used = False
-        self.timer: asyncio.TimerHandle | None = None
+    name: str
+    ttl: float
+    num_running: int = 0
+    is_used: bool = False
+    timer: asyncio.TimerHandle | None = None
 
 
 class OpenSessions:
