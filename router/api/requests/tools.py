@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from lightkv.router.sampling_params import Grammar, InvalidParams
 from lightkv.router.text.tool_calls.closed_schema import closed_schema
-from lightkv.router.text.tool_calls.constrained import named_schema, required_schema
+from lightkv.router.text.tool_calls.constrained import required_schema, schema_text
 from lightkv.router.text.tool_calls.json_call import NAME
 
 MAX_TOOLS = 1024
@@ -134,5 +134,5 @@ class ToolUse:
     def grammar(self) -> Grammar:
         """What an answer has to be that calls some function, or the named one. Raises RecursionError."""
         if self.name is not None:
-            return Grammar("json_schema", named_schema(self.schemas[self.name]))
+            return Grammar("json_schema", schema_text(self.callable_schemas[self.name]))
         return Grammar("json_schema", required_schema(self.schemas, None if self.is_parallel else 1))

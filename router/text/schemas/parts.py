@@ -1,22 +1,25 @@
-"""The references of a JSON schema."""
+"""The parts of a JSON schema, and its references."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
 
-def has_reference(schema: Any) -> bool:
-    """Returns whether a schema refers to another one."""
+def objects_in(schema: Any) -> Iterator[dict[str, Any]]:
+    """Yields all objects of a schema, however deep they are, itself included."""
     waiting = [schema]
     while waiting:
         one = waiting.pop()
         if isinstance(one, dict):
-            if isinstance(one.get("$ref"), str):
-                return True
+            yield one
             waiting += one.values()
         elif isinstance(one, list):
             waiting += one
-    return False
+
+
+def has_reference(schema: Any) -> bool:
+    """Returns whether a schema refers to another one."""
+    return any(isinstance(one.get("$ref"), str) for one in objects_in(schema))
 
 
 def moved(value: Any, root: str) -> Any:

@@ -7,6 +7,8 @@ away, and a small model then adds properties that the function does not have.
 from collections.abc import Mapping
 from typing import Any
 
+from lightkv.router.text.schemas.parts import objects_in
+
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")  # name → schema
 _LISTS = ("anyOf", "oneOf", "prefixItems")
 _ONES = ("items", "additionalProperties")
@@ -57,15 +59,9 @@ def _names_more(schema: Mapping[str, Any]) -> bool:
 
 def _combines(schema: Any) -> bool:
     """Whether an object may have to match several parts of the schema. Properties of these names count, too."""
-    waiting = [schema]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, dict):
-            num_alternatives = sum(key in one for key in _ALTERNATIVES)
-            num_parts = num_alternatives + any(key in one for key in _OF_OBJECTS)
-            if any(key in one for key in _SEVERAL) or (num_alternatives and num_parts > 1):
-                return True
-            waiting += one.values()
-        elif isinstance(one, list):
-            waiting += one
+    for one in objects_in(schema):
+        num_alternatives = sum(key in one for key in _ALTERNATIVES)
+        num_parts = num_alternatives + any(key in one for key in _OF_OBJECTS)
+        if any(key in one for key in _SEVERAL) or (num_alternatives and num_parts > 1):
+            return True
     return False

@@ -46,11 +46,6 @@ def schema_text(schema: Any) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def named_schema(schema: Any) -> str:
-    """Returns the JSON schema of a function's arguments, without properties that it does not list."""
-    return schema_text(closed_schema(schema))
-
-
 def required_schema(tools: Mapping[str, Any], max_calls: int | None = None) -> str:
     """Returns the JSON schema of a list of at least one call, whose arguments have no properties that their
     schemas do not list. `max_calls`: the most; None is no limit."""
