@@ -20,13 +20,11 @@ class OutputLengths:
     `quantile` fills the pool more and preempts more.
     """
 
+    quantile = 0.3
     num_recent = 1000
     num_needed = 32
 
-    def __init__(
-        self, quantile: float = 0.3, assumed: int | None = None, num_needed: int = num_needed
-    ) -> None:
-        self.quantile = quantile
+    def __init__(self, assumed: int | None = None, num_needed: int = num_needed) -> None:
         self.assumed = assumed
         self.num_needed = num_needed
         self._recent: deque[int] = deque()

@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import TextIO
 
 from .child_process import signals_held_back
@@ -154,16 +153,15 @@ def drain_log(seconds: float) -> None:
 
 
 class MinuteLog:
-    """Prints lines to this process's standard error, at most one a minute. `clock` returns seconds."""
+    """Prints lines to this process's standard error, at most one a minute."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._next = -math.inf
+    def __init__(self) -> None:
+        self._next = -math.inf  # when a line may be printed
 
     def print(self, line: str) -> None:
         """Prints a line unless it is empty, or another was printed less than a minute ago."""
-        if line and self._clock() >= self._next:
-            self._next = self._clock() + 60
+        if line and (now := time.monotonic()) >= self._next:
+            self._next = now + 60
             print(line, file=sys.stderr)
 
 

@@ -2,17 +2,15 @@
 
 import time
 from collections import deque
-from collections.abc import Callable
 
 MAX_CRASHES = 3  # within CRASH_SECONDS, or without a step between them
 CRASH_SECONDS = 60.0
 
 
 class Restarts:
-    """The deaths of one router's workers. `clock`: returns the time in seconds."""
+    """The deaths of one router's workers."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._crashes: deque[float] = deque(maxlen=MAX_CRASHES)
         self._without_step = 0  # in a row
 
@@ -22,7 +20,7 @@ class Restarts:
 
     def note_crash(self) -> str:
         """Notes that a worker has died. Returns why no other one is started; empty if one is."""
-        self._crashes.append(self._clock())
+        self._crashes.append(time.monotonic())
         self._without_step += 1
         is_quick = self._crashes[-1] - self._crashes[0] < CRASH_SECONDS
         if self._without_step == MAX_CRASHES or (len(self._crashes) == MAX_CRASHES and is_quick):

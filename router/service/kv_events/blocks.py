@@ -99,13 +99,10 @@ class _Node:
 
 
 class BlockTree:
-    """The blocks that a prefix tree holds, kept up by the tree's changes. Not thread-safe.
+    """The blocks that a prefix tree holds, kept up by the tree's changes. Not thread-safe."""
 
-    `secret`: a key for the names of namespaces; by default a random one.
-    """
-
-    def __init__(self, secret: bytes | None = None) -> None:
-        self._secret = secrets.token_bytes(32) if secret is None else secret
+    def __init__(self) -> None:
+        self._secret = secrets.token_bytes(32)  # a key for the names of namespaces
         self._nodes: dict[int, _Node] = {}
         self._events: list[KVEvent] = []
 
