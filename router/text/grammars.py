@@ -227,7 +227,7 @@ class RowGrammar:
     """The grammar of one row: it says which tokens may follow, and takes the token that was sampled.
 
     Its matcher, which may take megabytes, goes with the last of `max_tokens` tokens, those of `output_ids`
-    included.
+    included. `has_ended`: whether the text has ended, or has failed.
     """
 
     def __init__(
@@ -239,19 +239,14 @@ class RowGrammar:
         self._num_left = None if max_tokens is None else max_tokens - len(output_ids) // TOKEN_BYTES
         self._end_ids: frozenset[int] = frozenset()
         self._matcher: LLMatcher | None = None
-        self._has_ended = False
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the text has ended, or has failed."""
-        return self._has_ended
+        self.has_ended = False
 
     def ready(self) -> LLMatcher | None:
         """Returns the matcher, once it has taken the row's output so far; None after the end of the text.
 
         Raises InvalidGrammar.
         """
-        if self._matcher is None and not self._has_ended:
+        if self._matcher is None and not self.has_ended:
             if self._compiled is None:  # of a request that has ended before its row began
                 raise InvalidGrammar("grammar", "it is not compiled any more")
             matcher, self._end_ids = self._compiled.matcher.deep_copy(), self._compiled.end_ids
@@ -282,7 +277,7 @@ class RowGrammar:
 
     def drop(self) -> None:
         """Forgets the text. Every token may follow now; no answer uses them."""
-        self._matcher, self._has_ended = None, True
+        self._matcher, self.has_ended = None, True
 
 
 class Grammars:

@@ -272,10 +272,10 @@ def test_a_wrong_count_is_found() -> None:
     desk = GrammarDesk()
     desk.hold(["a"], grammar(1), MIB)
     compile_all(desk)
-    desk._num_bytes += 1
+    desk.num_bytes += 1
     with pytest.raises(CheckFailed, match="are counted"):
         desk.check()
-    desk._num_bytes -= 1
+    desk.num_bytes -= 1
     desk._by_id[1].names.add("b")
     with pytest.raises(CheckFailed, match="requests hold grammars"):
         desk.check()

@@ -76,6 +76,7 @@ class GrammarDesk:
     """The grammars of one device, and the requests that hold them.
 
     max_bytes: of compiled grammars that requests hold. One is compiled whatever its size.
+    num_bytes: of all that is compiled, and of what is being compiled.
     """
 
     def __init__(self, max_bytes: int = MAX_BYTES, clock: Callable[[], float] = time.monotonic) -> None:
@@ -89,7 +90,7 @@ class GrammarDesk:
         self._compiling: _Entry | None = None
         # Id → since when no request holds it, oldest first.
         self._idle: OrderedDict[int, float] = OrderedDict()
-        self._num_bytes = 0  # of those that are compiled, and of the one that is being compiled
+        self.num_bytes = 0
         self._idle_bytes = 0
         self._unsent: list[Compile | Forget] = []
         self._refused: OrderedDict[bytes, None] = OrderedDict()
@@ -158,7 +159,7 @@ class GrammarDesk:
         if entry is not None:
             self._forget_idle(max(self._max_bytes - self._held_bytes - entry.num_bytes, 0))
             self._compiling = entry
-            self._num_bytes += entry.num_bytes
+            self.num_bytes += entry.num_bytes
             assert entry.grammar is not None
             self._unsent.append(Compile(entry.id, entry.grammar))
         orders, self._unsent = self._unsent, []
@@ -177,7 +178,7 @@ class GrammarDesk:
             for name in names:
                 del self._by_name[name]
             entry.names.clear()
-            self._num_bytes -= entry.num_bytes
+            self.num_bytes -= entry.num_bytes
             self._remove(entry)
         else:
             entry.is_ready = True
@@ -200,7 +201,7 @@ class GrammarDesk:
             kept.clear()
         self._queue = FairQueue()
         self._compiling = None
-        self._num_bytes = self._idle_bytes = 0
+        self.num_bytes = self._idle_bytes = 0
         return blamed is not None
 
     @property
@@ -208,19 +209,14 @@ class GrammarDesk:
         """Whether the device was told to compile a grammar and has not answered."""
         return self._compiling is not None
 
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of all that is compiled, and of what is being compiled."""
-        return self._num_bytes
-
     def check(self) -> None:
         """Recounts the bytes, the holders and those that wait. Raises CheckFailed."""
         entries = self._by_id.values()
         counted = sum(one.num_bytes for one in entries if one.is_ready or one is self._compiling)
         idle = sum(self._by_id[one].num_bytes for one in self._idle)
-        if (counted, idle) != (self._num_bytes, self._idle_bytes):
+        if (counted, idle) != (self.num_bytes, self._idle_bytes):
             raise CheckFailed(
-                f"grammars of {self._num_bytes} bytes are counted, {self._idle_bytes} of them idle; there are "
+                f"grammars of {self.num_bytes} bytes are counted, {self._idle_bytes} of them idle; there are "
                 f"{counted} and {idle}"
             )
         held = {name: one for one in entries for name in one.names}
@@ -236,7 +232,7 @@ class GrammarDesk:
 
     @property
     def _held_bytes(self) -> int:
-        return self._num_bytes - self._idle_bytes
+        return self.num_bytes - self._idle_bytes
 
     def _has_room(self, entry: _Entry) -> bool:
         """Returns whether a grammar may be compiled, once idle ones have made room for it."""
@@ -261,7 +257,7 @@ class GrammarDesk:
     def _forget(self, entry: _Entry) -> None:
         del self._idle[entry.id]
         self._idle_bytes -= entry.num_bytes
-        self._num_bytes -= entry.num_bytes
+        self.num_bytes -= entry.num_bytes
         self._remove(entry)
         self._unsent.append(Forget(entry.id))
 
