@@ -21,6 +21,7 @@ from lightkv.router.text.tool_calls.forms import Format
 # Of an object's parts, where the schema does not say: some models would write spaces without an end.
 WHITESPACE = r"[ \n\r\t]{1,32}"
 _ANY_TEXT = "/(?s:.*)/"
+_MISPLACED = "a free text has to stand before a constant text, or at the end of all"
 # The keys of each type of format. Any other that has a value is refused, since it would be ignored.
 _KEYS = {
     "const_string": ("value",),
@@ -217,7 +218,7 @@ class _Writer:
         open_name = ""  # of a free text, which goes on until the next part
         for number, part in enumerate(merged):
             if open_name and not isinstance(part, Constant | Token | Ends):
-                raise ValueError("a free text has to stand before a constant text, or at the end of all")
+                raise ValueError(_MISPLACED)
             match part:
                 case Free(terminal):
                     open_name = terminal
@@ -233,13 +234,11 @@ class _Writer:
                     written.append(f"({ends})")
                 case Rule(expression, is_open):
                     if is_open and not (is_last and number == len(merged) - 1):
-                        raise ValueError(
-                            "a free text has to stand before a constant text, or at the end of all"
-                        )
+                        raise ValueError(_MISPLACED)
                     written.append(expression)
             open_name = ""
         if open_name and not is_last:
-            raise ValueError("a free text has to stand before a constant text, or at the end of all")
+            raise ValueError(_MISPLACED)
         return " ".join([*written, *filter(None, [open_name])]) or '""'
 
     def _line(self, prefix: str, body: str, options: str = "") -> str:
@@ -433,8 +432,8 @@ def _get(one: Any, name: str, kind: Any) -> Any:
     value = one.get(name)
     if not isinstance(value, kind) or isinstance(value, bool):
         names = {str: "a text", list: "a list", int: "a number"}
-        what = f"{one.get('type') or 'the structural tag'}"
-        raise ValueError(f"{name} of {str(what)[:50]} is missing or not {names.get(kind, 'an object')}")
+        what = str(one.get("type") or "the structural tag")
+        raise ValueError(f"{name} of {what[:50]} is missing or not {names.get(kind, 'an object')}")
     return value
 
 
