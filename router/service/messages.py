@@ -329,12 +329,8 @@ class FrameStream(Generic[Received]):
         self._writer.close()
 
 
-def peer_uid(connection: socket.socket) -> int:
-    """Returns the user id of the process at the other end of a unix socket (Linux)."""
-    _, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-    return int(uid)
-
-
 def is_own(writer: asyncio.StreamWriter) -> bool:
-    """Returns whether the peer runs as the same user as this process."""
-    return peer_uid(writer.get_extra_info("socket")) == os.geteuid()
+    """Returns whether the peer, on a unix socket (Linux), runs as the same user as this process."""
+    connection = writer.get_extra_info("socket")
+    _, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    return bool(uid == os.geteuid())
