@@ -242,24 +242,17 @@ def _check_length(path: Path, flag: str) -> None:
 # The processes
 
 
+@dataclass
 class _Service:
-    """The router and the API process, from their start to their end."""
+    """The router and the API process, from their start to their end. `template`: a chat template to use."""
 
-    def __init__(
-        self,
-        engine: EngineConfig,
-        service: ServiceConfig,
-        site: Site,
-        notes: Console,
-        template: str | None = None,
-    ) -> None:
-        self._template = template
-        self._engine = engine
-        self._service = service
-        self._site = site
-        self._notes = notes
-        self._router: Process | None = None
-        self._is_stopping = False
+    engine: EngineConfig
+    service: ServiceConfig
+    site: Site
+    notes: Console
+    template: str | None
+    router: Process | None = None
+    is_stopping: bool = False
 
     async def run(self) -> int:
         """Starts both processes, waits until one ends, and ends the other. Returns the exit code."""
@@ -267,7 +260,7 @@ class _Service:
         with signals_held_back():
             for number in SIGNALS:
                 loop.add_signal_handler(number, self._stop)
-            router = self._router = await self._start_router()
+            router = self.router = await self._start_router()
         router_ended = asyncio.create_task(router.wait())
         api: Process | None = None
         reporting: asyncio.Task[None] | None = None
@@ -281,12 +274,14 @@ class _Service:
                 await asyncio.wait((router_ended, api_ended), return_when=asyncio.FIRST_COMPLETED)
                 # The API may end first, because the router closes its stream before it exits.
                 await asyncio.wait(
-                    (router_ended,), timeout=_KILL_SECONDS if self._is_stopping else _LAST_SECONDS
+                    (router_ended,), timeout=_KILL_SECONDS if self.is_stopping else _LAST_SECONDS
                 )
                 if not router_ended.done():
-                    say(self._notes, f"the API process {how_ended(api_ended.result())}")
+                    say(self.notes, f"the API process {how_ended(api_ended.result())}")
                     return 1
-            return self._code(await router_ended)
+            if code := await router_ended:
+                say(self.notes, f"the router process {how_ended(code)}")
+            return int(code != 0)
         finally:
             if reporting is not None:
                 await asyncio.wait((reporting,), timeout=1.0)  # for the router's last status
@@ -298,44 +293,37 @@ class _Service:
     def _stop(self) -> None:
         """Handles a signal. At the first, the router drains, while the API answers 503; at the second, it
         aborts."""
-        router = self._router
+        router = self.router
         if router is None or router.returncode is not None:
             return
         assert router.stdin is not None
-        router.stdin.write(ABORT if self._is_stopping else DRAIN)
-        seconds = 0.0 if self._is_stopping else self._service.shutdown_timeout
+        router.stdin.write(ABORT if self.is_stopping else DRAIN)
+        seconds = 0.0 if self.is_stopping else self.service.shutdown_timeout
         again = "aborting the running requests"
         first = f"stopping: running requests have {seconds:g} s to finish (the same signal again aborts them)"
-        say(self._notes, again if self._is_stopping else first)
-        self._is_stopping = True
+        say(self.notes, again if self.is_stopping else first)
+        self.is_stopping = True
         asyncio.get_running_loop().call_later(seconds + ABORT_SECONDS + _KILL_SECONDS, _kill, router)
-
-    def _code(self, router_code: int) -> int:
-        """Returns the service's exit code for the router's."""
-        if router_code == 0:
-            return 0
-        say(self._notes, f"the router process {how_ended(router_code)}")
-        return 1
 
     async def _start_router(self) -> Process:
         """Starts the router. Its standard input stays open, so that it ends when this process does."""
         settings = RouterSettings(
-            config=self._engine,
-            socket=self._site.router_socket,
-            max_queued_requests=self._service.max_queued_requests,
-            shutdown_timeout=self._service.shutdown_timeout,
-            step_timeout=self._service.step_timeout,
-            leftovers=self._site.leftovers,
+            config=self.engine,
+            socket=self.site.router_socket,
+            max_queued_requests=self.service.max_queued_requests,
+            shutdown_timeout=self.service.shutdown_timeout,
+            step_timeout=self.service.step_timeout,
+            leftovers=self.site.leftovers,
         )
         return await _spawn("service.router_process", settings, stdout=DEVNULL)
 
     async def _start_api(self) -> Process:
-        listener = self._site.listener
+        listener = self.site.listener
         settings = ServeSettings(
-            api=api_settings(self._engine, self._service, self._site.is_local),
-            model_directory=self._engine.model,
-            chat_template=self._template,
-            router_socket=self._site.router_socket,
+            api=api_settings(self.engine, self.service, self.site.is_local),
+            model_directory=self.engine.model,
+            chat_template=self.template,
+            router_socket=self.site.router_socket,
             listen_fd=listener.fileno(),
             shutdown_timeout=_FLUSH_SECONDS,
         )
@@ -349,7 +337,7 @@ class _Service:
         """Returns a stream to the router once it listens, or None if it ends before that."""
         while router.returncode is None:
             try:
-                reader, writer = await asyncio.open_unix_connection(self._site.router_socket)
+                reader, writer = await asyncio.open_unix_connection(self.site.router_socket)
                 return FrameStream(reader, writer, ToApi)
             except (FileNotFoundError, ConnectionRefusedError):
                 await asyncio.sleep(_POLL_SECONDS)
@@ -358,7 +346,7 @@ class _Service:
     async def _report(self, stream: FrameStream[ToApi], api: Process) -> None:
         """Shows the router's status: progress until it is ready, then the URL, then every change."""
         changes = _changes(stream)
-        with progress(self._notes, "starting the router") as report:
+        with progress(self.notes, "starting the router") as report:
             async for status in changes:
                 if status.state == "ready":
                     break
@@ -368,13 +356,13 @@ class _Service:
             assert api.stdout is not None
             if not await api.stdout.readline():
                 return
-        has_keys = self._service.api_key or self._service.api_key_file
-        if not has_keys and not self._site.is_local:
-            say(self._notes, "no --api-key: every machine that reaches this address can use the service")
-        names = ", ".join(self._service.served_model_name)
-        print(f"lightkv serves {names} at {self._site.url}", flush=True)
+        has_keys = self.service.api_key or self.service.api_key_file
+        if not has_keys and not self.site.is_local:
+            say(self.notes, "no --api-key: every machine that reaches this address can use the service")
+        names = ", ".join(self.service.served_model_name)
+        print(f"lightkv serves {names} at {self.site.url}", flush=True)
         async for status in changes:
-            say(self._notes, status.detail)
+            say(self.notes, status.detail)
 
 
 async def _changes(stream: FrameStream[ToApi]) -> AsyncIterator[Status]:
