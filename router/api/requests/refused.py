@@ -28,6 +28,7 @@ _SAMPLER = "a value that switches it off: the sampler's kernels have no such rul
 _BEAMS = "null, or search beams in a program: LLM.beam_search(prompts, BeamParams(width=4))"
 _TENSORS = "false: the model's inner values stay on its device"
 _TRANSFER = "null: this service computes its K/V itself"
+_TEMPLATE = "null: a plain completion has no chat template"
 _REASONS = "null, and use chat_template_kwargs, with the variable of the model's chat template"
 # Names that other servers have for fields of this one. Both names mean exactly the same.
 RENAMED = {
@@ -63,11 +64,9 @@ def _each(names: str, harmless: tuple[Any, ...], instead: str) -> tuple[Unsuppor
 UNSUPPORTED = (
     # Other forms
     Unsupported("do_sample", (True,), "true, or null and temperature: 0 for the likeliest tokens"),
-    Unsupported("use_beam_search", (False,), _BEAMS),
-    Unsupported("length_penalty", (1,), _BEAMS),
+    *_each("use_beam_search early_stopping", (False,), _BEAMS),
+    *_each("length_penalty num_beams", (1,), _BEAMS),
     Unsupported("best_of", (1,), "null, and choose among n answers by their logprobs"),
-    Unsupported("early_stopping", (False,), _BEAMS),
-    Unsupported("num_beams", (1,), _BEAMS),
     # The form of the text
     Unsupported("stop_regex", ([],), "null, and use stop: a regex of a request can keep a core busy"),
     # The prompt
@@ -136,15 +135,13 @@ UNSUPPORTED_ON_CHAT = (
 )
 UNSUPPORTED_ON_COMPLETIONS = (
     Unsupported("top_logprobs", (0,), "null, and use logprobs for their number"),
-    Unsupported("chat_template_kwargs", ({},), "null: a plain completion has no chat template"),
-    Unsupported("chat_template", (), "null: a plain completion has no chat template"),
+    *_each("chat_template_kwargs reasoning", ({},), _TEMPLATE),
+    *_each("chat_template enable_thinking thinking think", (), _TEMPLATE),
+    Unsupported("documents", ([],), _TEMPLATE),
     Unsupported("continue_final_message", (False,), "false: a plain completion has no messages"),
     Unsupported("tools", ([],), _TOOLS),
     Unsupported("tool_choice", ("none", "auto"), _TOOLS),
     Unsupported("parallel_tool_calls", (True, False), _TOOLS),
-    Unsupported("reasoning", ({},), "null: a plain completion has no chat template"),
-    *_each("enable_thinking thinking think", (), "null: a plain completion has no chat template"),
-    Unsupported("documents", ([],), "null: a plain completion has no chat template"),
     Unsupported("include_reasoning", (True,), "true: the text includes reasoning as the model wrote it"),
 )
 UNSUPPORTED_IN_MESSAGES = (
