@@ -79,15 +79,12 @@ def create_app(
         settings=settings,
     )
     if settings.allowed_origins:
-        exposed = [REQUEST_ID_HEADER, MESSAGE_ID_HEADER, "Retry-After"]
-        methods = ["GET", "POST"]
-        origins = settings.allowed_origins
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=origins,
-            allow_methods=methods,
+            allow_origins=settings.allowed_origins,
+            allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=exposed,
+            expose_headers=[REQUEST_ID_HEADER, MESSAGE_ID_HEADER, "Retry-After"],
         )
     logs = [write_line] if settings.log_requests else []
     app.add_middleware(RequestObserver, take=[*logs, *take], root_path=settings.root_path)

@@ -10,7 +10,7 @@ from opentelemetry.context import Context
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import SpanLimits, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanProcessor
-from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
+from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from lightkv import __version__
@@ -76,9 +76,12 @@ class SpanTracer:
                     ],
                 }
             )
+            below = set_span_in_context(span, Context())
             for answer in generation.answers:
+                of_answer = {"lightkv.answer": answer.index}
                 for name, start, end in phases(answer, record.ended):
-                    self._child(span, name, answer.index, at(start), at(end))
+                    child = self._tracer.start_span(name, below, start_time=at(start), attributes=of_answer)
+                    child.end(at(end))
         if (record.status or 500) >= 500:
             span.set_status(Status(StatusCode.ERROR))
         span.end(at(record.ended))
@@ -86,11 +89,6 @@ class SpanTracer:
     def close(self) -> None:
         """Sends the spans that wait, and ends the thread that does."""
         self._provider.shutdown()
-
-    def _child(self, parent: Span, name: str, answer_idx: int, start: int, end: int) -> None:
-        context = set_span_in_context(parent, Context())
-        attributes = {"lightkv.answer": answer_idx}
-        self._tracer.start_span(name, context, start_time=start, attributes=attributes).end(end)
 
 
 def phases(answer: Answer, ended: float) -> list[tuple[str, float, float]]:

@@ -42,9 +42,7 @@ class CompletionRequest(GenerationRequest):
     @property
     def prompts(self) -> list[str | list[int]]:
         """The prompts, each a text or its token ids."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if self.prompt and isinstance(self.prompt[0], int):
+        if isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int)):
             return [self.prompt]
         return self.prompt  # type: ignore[return-value]
 
