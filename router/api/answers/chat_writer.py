@@ -2,7 +2,6 @@
 has tools, or the model reasons, an answer is divided into content, reasoning and calls."""
 
 import secrets
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from lightkv.router.text.tool_calls.source import Arguments, CallBegins, Part, R
 
 from .extras import Extras, prompt_scores
 from .generation import Answer, Generation, TextDelta, usage_of
-from .pieces import Long, Object, ScoredToken, Scores, encode, in_pieces, long_list
+from .pieces import Long, Object, ScoredToken, Scores, encode, head_of, in_pieces, long_list
 
 
 @dataclass(frozen=True)
@@ -46,11 +45,9 @@ class ChatWriter:
         extras: Extras | None = None,
     ) -> None:
         self.extras = extras or Extras()
-        self._model = model
         self._tokenizer = tokenizer
         self._reading = reading
-        self._id = f"chatcmpl-{secrets.token_hex(16)}"
-        self._created = int(time.time())
+        self._head = head_of("chatcmpl", model)
         self._opened: set[int] = set()
         self._num_calls: Counter[int] = Counter()  # those that streams have begun, by answer
         self.divides_answers = reading is not None
@@ -59,10 +56,8 @@ class ChatWriter:
         """Yields the body of an answer that is not streamed."""
         choices = Long(lambda: long_list(in_pieces(self.choice(one)) for one in generation.answers))
         body: Object = {
-            "id": self._id,
             "object": "chat.completion",
-            "created": self._created,
-            "model": self._model,
+            **self._head,
             "choices": choices,
             "usage": usage_of(generation),
         }
@@ -139,13 +134,8 @@ class ChatWriter:
         return self._chunk(0, {}) | {"choices": [], "usage": usage}
 
     def _chunk(self, index: int, delta: Object) -> Object:
-        return {
-            "id": self._id,
-            "object": "chat.completion.chunk",
-            "created": self._created,
-            "model": self._model,
-            "choices": [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}],
-        }
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return {"object": "chat.completion.chunk", **self._head, "choices": [choice]}
 
     def _entries(self, part: list[ScoredToken]) -> list[bytes]:
         """Returns the JSON of several tokens and of the likeliest in their places."""

@@ -1,7 +1,5 @@
 """Writes the answers of a plain completion as OpenAI's JSON objects: whole, and as chunks of a stream."""
 
-import secrets
-import time
 from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import chain, islice
@@ -15,7 +13,7 @@ from lightkv.router.text.tokenizer import Tokenizer
 
 from .extras import Extras, name_by_id, prompt_scores
 from .generation import Answer, Generation, TextDelta, usage_of
-from .pieces import Long, Object, Places, ScoredToken, Scores, encode, in_pieces, long_list
+from .pieces import Long, Object, Places, ScoredToken, Scores, encode, head_of, in_pieces, long_list
 
 
 class CompletionWriter:
@@ -30,10 +28,8 @@ class CompletionWriter:
         extras: Extras | None = None,
     ) -> None:
         self.extras = extras or Extras()
-        self._model = model
         self._tokenizer = tokenizer
-        self._id = f"cmpl-{secrets.token_hex(16)}"
-        self._created = int(time.time())
+        self._head = head_of("cmpl", model)
         self._opened: set[int] = set()
 
     def whole(self, generation: Generation) -> Iterator[bytes]:
@@ -56,13 +52,7 @@ class CompletionWriter:
         return self._body([]) | {"usage": usage}
 
     def _body(self, choices: Any) -> Object:
-        return {
-            "id": self._id,
-            "object": "text_completion",
-            "created": self._created,
-            "model": self._model,
-            "choices": choices,
-        }
+        return {"object": "text_completion", **self._head, "choices": choices}
 
     def _choice(self, delta: TextDelta, prompt_scores: PromptLogprobs | None) -> Object:
         answer, text = delta.answer, delta.text

@@ -2,6 +2,7 @@
 log-probabilities of tokens, which are kept as arrays and written some tokens at a time."""
 
 import secrets
+import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice, repeat
@@ -52,6 +53,11 @@ def long_list(items: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
         yield from item
         mark = b","
     yield b"[]" if mark == b"[" else b"]"
+
+
+def head_of(prefix: str, model: str) -> Object:
+    """Returns what all objects of one answer have: an id that begins with `prefix`, the time and the model."""
+    return {"id": f"{prefix}-{secrets.token_hex(16)}", "created": int(time.time()), "model": model}
 
 
 def long_ids(prompt: bytes) -> Any:
