@@ -1,6 +1,7 @@
 """POST /v1/chat/completions: the body of a chat, and how it is answered."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -220,13 +221,17 @@ def chat_request(fields: Mapping[str, Any], names: Mapping[str, str]) -> ChatReq
         raise InvalidParams(names.get(name, name), "of the wrong form", allowed) from error
 
 
-def renamed(error: InvalidParams, names: Mapping[str, str]) -> InvalidParams:
-    """Returns an error of the chat with the name that the field has in the other API's request."""
-    field, dot, key = error.field.partition(".")
-    name = names.get(field)
-    if name is None:
-        return error
-    name += dot + key.removeprefix("json_schema.")  # whose keys stand in the format itself
-    if isinstance(error, InvalidGrammar):
-        return InvalidGrammar(name, error.reason)
-    return InvalidParams(name, error.value, error.allowed)
+@contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Raises an error of the chat with the name that the field has in the other API's request."""
+    try:
+        yield
+    except InvalidParams as error:
+        field, dot, key = error.field.partition(".")
+        name = names.get(field)
+        if name is None:
+            raise
+        name += dot + key.removeprefix("json_schema.")  # whose keys stand in the format itself
+        if isinstance(error, InvalidGrammar):
+            raise InvalidGrammar(name, error.reason) from error
+        raise InvalidParams(name, error.value, error.allowed) from error

@@ -151,17 +151,13 @@ class Messages:
 
     async def create(self, body: MessageRequest, request: Request) -> Response:
         """POST /v1/messages: answer a chat, in the form of Anthropic's Messages API."""
-        try:
+        with renamed(_NAMES):
             return await self._chats.answer(body.chat(), request, MessageWriter)
-        except InvalidParams as error:
-            raise renamed(error, _NAMES) from error
 
     async def count_tokens(self, body: MessagesInput, request: Request) -> Response:
         """POST /v1/messages/count_tokens: return how many tokens the prompt of such a message has."""
-        try:
+        with renamed(_NAMES):
             return json_response({"input_tokens": await self._chats.count(body.chat(), request)})
-        except InvalidParams as error:
-            raise renamed(error, _NAMES) from error
 
 
 def _blocks(field: str, content: Any) -> list[Object]:

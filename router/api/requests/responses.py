@@ -181,10 +181,8 @@ class Responses:
     async def respond(self, body: ResponseRequest, request: Request) -> Response:
         """POST /v1/responses: answer a chat, in the form of OpenAI's Responses API."""
         chat, repeated = body.chat(), body.repeated(self._chats.sampling_defaults)
-        try:
+        with renamed(_CHAT_NAMES):
             return await self._chats.answer(chat, request, partial(ResponseWriter, repeated))
-        except InvalidParams as error:
-            raise renamed(error, _CHAT_NAMES) from error
 
 
 def _add_item(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
