@@ -128,18 +128,18 @@ WORKLOADS: dict[str, tuple[Lengths, Lengths]] = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True)
 class GeneratedTrace:
     """`num` requests with a workload's lengths and without arrival times, drawn with `seed`."""
 
-    def __init__(self, name: str, num: int, seed: int = 0) -> None:
-        self.name = name
-        self._num = num
-        self._seed = seed
+    name: str
+    num: int
+    seed: int = 0
 
     def __iter__(self) -> Iterator[TraceRequest]:
         prompts, outputs = WORKLOADS[self.name]
-        rng = random.Random(f"{self.name} {self._seed}")
-        for _ in range(self._num):
+        rng = random.Random(f"{self.name} {self.seed}")
+        for _ in range(self.num):
             yield TraceRequest(None, prompts.draw(rng), outputs.draw(rng))
 
 

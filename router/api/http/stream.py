@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -76,22 +77,18 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
+@dataclass
 class EventWriter:
-    """Writes the events of one stream. The token counts are those of an EventStream."""
+    """Writes the events of one stream. The token counts are those of an EventStream.
 
-    def __init__(
-        self,
-        generation: Generation,
-        writer: CompletionWriter | ChatWriter,
-        includes_usage: bool,
-        has_running_usage: bool,
-    ) -> None:
-        self._generation = generation
-        self._writer = writer
-        self._includes_usage = includes_usage
-        self._has_running_usage = has_running_usage
-        # By answer: what stands before and after the text in a chunk that has nothing else of its own.
-        self._around: dict[int, tuple[bytes, bytes]] = {}
+    `around`: by answer, what stands before and after the text in a chunk that has nothing else of its own.
+    """
+
+    generation: Generation
+    writer: CompletionWriter | ChatWriter
+    includes_usage: bool
+    has_running_usage: bool
+    around: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)
 
     def begin(self) -> Iterable[bytes]:
         """Returns the events before the first delta, of which there are none."""
@@ -103,35 +100,35 @@ class EventWriter:
 
     def delta(self, delta: TextDelta) -> Iterable[bytes]:
         """Returns the events of a delta; none if it has nothing to show."""
-        has_ids = self._writer.extras.token_ids and bool(delta.token_ids)
+        has_ids = self.writer.extras.token_ids and bool(delta.token_ids)
         if not (delta.text or delta.scored or delta.finish_reason or has_ids):
             return ()
         answer = delta.answer
         is_plain = not (
-            has_ids or answer.has_logprobs or self._has_running_usage or self._writer.divides_answers
+            has_ids or answer.has_logprobs or self.has_running_usage or self.writer.divides_answers
         )
         if not is_plain or delta.finish_reason is not None:
             return self._chunks(delta)
-        around = self._around.get(answer.index)
+        around = self.around.get(answer.index)
         if around is not None:
             return (around[0], encode(delta.text), around[1])
         chunks = self._chunks(delta)  # the first of an answer may have more than text
-        self._around[answer.index] = self._split(answer)
+        self.around[answer.index] = self._split(answer)
         return chunks
 
     def end(self) -> Iterable[bytes]:
         """Returns the events after the last delta."""
         counts: Iterable[bytes] = ()
-        if self._includes_usage:
-            counts = _event(self._writer.usage_chunk(usage_of(self._generation)))
+        if self.includes_usage:
+            counts = _event(self.writer.usage_chunk(usage_of(self.generation)))
         return chain(counts, [b"data: [DONE]\n\n"])
 
     def _chunks(self, delta: TextDelta) -> Iterable[bytes]:
         events: list[Iterable[bytes]] = []
-        for chunk in self._writer.chunks(delta):
-            if self._has_running_usage:
-                chunk["usage"] = usage_of(self._generation)
-            elif self._includes_usage:
+        for chunk in self.writer.chunks(delta):
+            if self.has_running_usage:
+                chunk["usage"] = usage_of(self.generation)
+            elif self.includes_usage:
                 chunk["usage"] = None
             if chunk["choices"][0]["finish_reason"] and delta.answer.num_interruptions:
                 chunk["interruptions"] = delta.answer.num_interruptions

@@ -7,6 +7,7 @@ what it lacks is there. A key without limits has no bucket, and waits for no oth
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from lightkv.errors import LightKVError
@@ -77,42 +78,40 @@ class _Used:
         self.tokens = None if limits.tpm is None else _Bucket(limits.tpm, now)
 
 
+@dataclass
 class Reservation:
     """What one request has taken of its key's limits, until `end`. `counts`: whether it is one of the minute's
     requests even without answers, because it was refused for its own fault."""
 
-    def __init__(
-        self, used: _Used, num_answers: int, answers: int, taken: int, clock: Callable[[], float]
-    ) -> None:
-        self._used = used
-        self._clock = clock
-        self._num_answers = num_answers
-        self._answers = answers  # the tokens that they are expected to have
-        self._taken = taken  # of the minute's tokens
-        self.counts = False
+    used: _Used
+    num_answers: int
+    answers: int  # the tokens that they are expected to have
+    taken: int  # of the minute's tokens
+    clock: Callable[[], float]
+    counts: bool = False
 
     def add_prompt(self, num_tokens: int) -> None:
         """Takes the tokens of the prompts, which are known by now. Raises LimitReached."""
-        if (tokens := self._used.tokens) is not None:
-            now = self._clock()
+        if (tokens := self.used.tokens) is not None:
+            now = self.clock()
             self.counts = True  # if it is refused here, its text was tokenised for nothing
             if num_tokens > tokens.most:
                 raise LimitReached("tpm", tokens.most, num_tokens, None)
-            more = min(num_tokens + self._answers, tokens.most) - self._taken
+            more = min(num_tokens + self.answers, tokens.most) - self.taken
             _require("tpm", tokens, more, now)
             tokens.take(more, now)
-            self._taken += more
+            self.taken += more
             self.counts = False
 
     def end(self, num_prompt: int, lengths: list[int]) -> None:
         """Gives back what the request did not use. `lengths`: the tokens of its answers; none if it was
         refused."""
-        used = self._used
-        used.num_open -= self._num_answers
+        used = self.used
+        used.num_open -= self.num_answers
         if used.requests is not None and not lengths and not self.counts:
-            used.requests.take(-self._num_answers, self._clock())
+            used.requests.take(-self.num_answers, self.clock())
         if used.tokens is not None:
-            used.tokens.take(num_prompt + sum(lengths) - self._taken, self._clock())
+            used.tokens.take(num_prompt + sum(lengths) - self.taken, self.clock())
         for length in lengths:
             used.mean_length += (length - used.mean_length) * _WEIGHT
 
