@@ -70,14 +70,12 @@ _MASKS = {
 _CACHES = [
     {
         bits: Tensors(
-            cache=f"{types} [{', '.join(layout)}] with a last stride of 1".replace("H", "h"),
-            scale=f"float32 or float16 [{', '.join(layout)}] with a last stride of 1".replace(
-                "H", "h"
-            ).replace("D", "groups"),
+            cache=f"{types} [{shape}] with a last stride of 1",
+            scale=f"float32 or float16 [{shape.replace('D', 'groups')}] with a last stride of 1",
         )
         for bits, types in ((0, _FLOATS_TEXT), (8, "int8"), (4, "uint8 or int8"))
     }
-    for layout in LAYOUTS
+    for shape in (", ".join(layout).replace("H", "h") for layout in LAYOUTS)
 ]
 
 
@@ -104,9 +102,8 @@ def check_inputs(
     stored = attributes.head_dim // 2 if attributes.quant_bit == 4 else attributes.head_dim
     of_cache = {"h": heads["h"], "L": attributes.num_layer, "D": stored, "groups": groups}
     tensors_of_cache = {"cache": tensors["cache"], "scale": scale if attributes.quant_bit else None}
-    num_slots = _CACHES[attributes.cache_layout][attributes.quant_bit].check(of_cache, **tensors_of_cache)[
-        "T"
-    ]
+    cache = _CACHES[attributes.cache_layout][attributes.quant_bit]
+    num_slots = cache.check(of_cache, **tensors_of_cache)["T"]
     if attributes.quant_bit and scale is None:
         raise ValueError("scale must be float32 or float16, a number for each group of the cache; got None")
     if num_slots > _MOST_SLOTS:

@@ -119,11 +119,9 @@ class AttentionMetadata:
         device = getattr(self.kv_cache_manager, "device", None)
         if isinstance(device, torch.device):
             return device
-        return (
-            torch.device("cuda", torch.cuda.current_device())
-            if torch.cuda.is_available()
-            else torch.device("cpu")
-        )
+        if torch.cuda.is_available():
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
 
     @property
     def seq_lens_cuda(self) -> torch.Tensor | None:
