@@ -70,7 +70,8 @@ class Tokenizer:
         self.directory = directory
         config = read_object(directory / "config.json")
         text = config.get("text_config")  # that of a model of several modalities
-        config = (text if isinstance(text, dict) else {}) | _given(config)
+        given = {name: value for name, value in config.items() if value is not None}
+        config = (text if isinstance(text, dict) else {}) | given
         generation_config = read_object(directory / "generation_config.json", optional=True)
         settings, named = read_settings(directory)
         self._tokenizer, self._num_added = read_tokenizer(directory, named)
@@ -424,10 +425,6 @@ def template_sandbox() -> ImmutableSandboxedEnvironment:
     environment.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
     environment.filters["tojson"] = tojson
     return environment
-
-
-def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _is_count(value: Any) -> bool:

@@ -227,7 +227,8 @@ class Backend:
 class Generation:
     """The answers to one HTTP request while they are generated. `close` aborts the unfinished ones.
 
-    `closed`: called once, by the first `close`.
+    `cut_to`: what max_tokens is cut to, if the pool cannot hold as many. `closed`: called once, by the first
+    `close`.
     """
 
     def __init__(
@@ -240,6 +241,7 @@ class Generation:
     ) -> None:
         self._reports_cached_tokens = reports_cached_tokens
         self.answers = list(answers.values())
+        self.cut_to = spec.cut_to
         self._spec = spec
         self._growing = answers
         self._events = events
@@ -249,11 +251,6 @@ class Generation:
     def num_prompt_tokens(self) -> int:
         """The tokens of all prompts. A prompt counts once, however many answers it has."""
         return sum(map(len, self._spec.prompts)) // TOKEN_BYTES
-
-    @property
-    def cut_to(self) -> int | None:
-        """What max_tokens is cut to, if the pool cannot hold as many."""
-        return self._spec.cut_to
 
     @property
     def num_cached_tokens(self) -> int | None:
