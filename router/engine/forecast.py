@@ -91,8 +91,7 @@ class Forecast:
     resting    it takes no more tokens, and holds those it has until it is dropped
 
     The forecast follows the ledger's `open`, `extend`, `publish` and `close`; `ledger.step` is the number of
-    the next step. `lag`: 1 where a sequence's tokens are freed a step after it has taken its last one, else
-    0.
+    the next step. `lag`: 1 where a sequence's tokens are freed a step after it has taken its last one, else 0.
     """
 
     def __init__(self, ledger: TokenLedger, lag: int = 0) -> None:

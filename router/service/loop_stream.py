@@ -1,10 +1,9 @@
 """A stream for rpyc on a socket that an event loop watches, so that neither sending nor receiving blocks the
 loop.
 
-rpyc's own stream blocks. On a non-blocking socket, such as every socket that uvloop watches, it mistakes a
-full send buffer for the end of the connection, and it spins while a message arrives in pieces. This stream
-sends at once what the socket accepts, and the rest from the event loop. It reports a message once all of it
-has arrived.
+rpyc's own stream blocks. On a non-blocking socket, such as every socket that uvloop watches, it mistakes a full
+send buffer for the end of the connection, and it spins while a message arrives in pieces. This stream sends at
+once what the socket accepts, and the rest from the event loop. It reports a message once all of it has arrived.
 """
 
 import asyncio

@@ -1,8 +1,7 @@
 """The router process, which runs a `Router` over a worker process until the launcher ends it.
 
 `launch.py` starts it with its settings as a line of JSON on standard input, and keeps standard input open.
-DRAIN and ABORT come there. When standard input ends, this process ends too, and with it the worker and the
-API.
+DRAIN and ABORT come there. When standard input ends, this process ends too, and with it the worker and the API.
 """
 
 import asyncio

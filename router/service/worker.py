@@ -1,10 +1,9 @@
 """The worker process, which owns the device and runs the steps that the router plans.
 
 `worker_client.py` starts it with one end of a socket pair, so there is no file and no port to connect to, and
-each process sees the end of the other as the end of the stream. rpyc serves calls of six methods there,
-which take bytes and return bytes, encoded by msgspec; nothing is pickled. Steps overlap by one: a plan is
-launched before the worker waits for the result of the plan before it, so a GPU always has its next step
-queued.
+each process sees the end of the other as the end of the stream. rpyc serves calls of six methods there, which
+take bytes and return bytes, encoded by msgspec; nothing is pickled. Steps overlap by one: a plan is launched
+before the worker waits for the result of the plan before it, so a GPU always has its next step queued.
 
 torch is imported when the model is loaded, so that a worker whose router dies before that ends at once.
 """

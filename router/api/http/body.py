@@ -3,9 +3,8 @@
 The bytes of all bodies are limited twice: while they arrive, and from then on until their requests are
 answered, because what a body was parsed to is kept as long.
 
-Parsing JSON holds Python's lock from the first value to the last, in whatever thread it runs. So the values
-of a long body are counted first, which is fast, and a body whose parsing would block the whole process is
-refused.
+Parsing JSON holds Python's lock from the first value to the last, in whatever thread it runs. So the values of
+a long body are counted first, which is fast, and a body whose parsing would block the whole process is refused.
 """
 
 import asyncio

@@ -25,8 +25,7 @@ FAIL_SECONDS = 2.0  # for the other ranks to answer, once one has answered an er
 
 
 class WorkerGroup:
-    """`size` workers, of which each runs one rank, on this host. It answers as a
-    `WorkerClient` does.
+    """`size` workers, of which each runs one rank, on this host. It answers as a `WorkerClient` does.
 
     `store`: the path of a file by which the ranks find each other. It is made anew, and removed when the
     group has ended. `step_timeout` and `program`: as in `WorkerClient`.
