@@ -185,8 +185,6 @@ Edit = (
 
 _KINDS: tuple[type, ...] = get_args(Edit)
 _CODES = {kind: code for code, kind in enumerate(_KINDS)}
-
-
 # Edits of lists: how many integers come before their lists, and how many lists of equal length they have.
 _LISTS = {Alloc: (0, 3), AllocPart: (1, 4), MapSegments: (2, 1), AllocStates: (0, 1), ReadStates: (0, 1)}
 

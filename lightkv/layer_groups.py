@@ -77,8 +77,6 @@ class Lifetime:
 Rule = All | Window | Chunk | State
 _RULES: dict[str, type[All | Window | Chunk]] = {"full": All, "window": Window, "chunk": Chunk}
 FULL = Lifetime()
-
-
 Lane = tuple[int, ...]  # the layers whose rows stand beside one another in a lane of a group
 
 

@@ -456,7 +456,6 @@ class ServiceConfig:
             raise InvalidConfig("--served-model-name is empty; give one, or leave it out")
         if len(set(self.served_model_name)) < len(self.served_model_name):
             raise InvalidConfig("--served-model-name has a name twice; leave one of them out")
-        names = ("host", "uds", "api_key_file", "metrics_key_file", "chat_template")
-        for name in names:
+        for name in ("host", "uds", "api_key_file", "metrics_key_file", "chat_template"):
             if getattr(self, name) == "":
                 raise InvalidConfig(f"{flag(name)} is empty; give one, or leave it out")

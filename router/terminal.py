@@ -10,7 +10,6 @@ from rich.text import Text
 
 _HEADING_CHARS = 76
 
-
 Report = Callable[[str], None]
 """Is called with each line of progress."""
 

@@ -22,8 +22,6 @@ _DRAFTS = (
     "it changes a batch's lengths on the device between forward passes. Verify drafts with "
     "runtime_features.has_speculative_draft_tokens, in a line, and call prepare() with each pass's lengths"
 )
-
-
 _SEQ_LENS = LengthsField("_queries", "_queries")
 _SEQ_LENS_KV = LengthsField("_keys", "_new_keys")
 

@@ -143,8 +143,8 @@ class ResponseEvents:
         """Adds text to the open item, which is made if another kind is open."""
         opened: Iterable[bytes] = ()
         if self._item is None or self._item["type"] != kind:
-            closed = self._close()
-            opened = chain(closed, self._open(_message_item() if kind == "message" else _reasoning_item()))
+            item = _message_item() if kind == "message" else _reasoning_item()
+            opened = chain(self._close(), self._open(item))
         self._pieces.append(text)
         self._scored.extend(scored or Scores())
         fields: Object = {**self._place(), "content_index": 0, "delta": text}
@@ -158,8 +158,7 @@ class ResponseEvents:
         function = call["function"]
         if self._item is None or self._item["type"] != "function_call" or self._call_idx != call["index"]:
             item = _call_item(call["id"], function["name"])
-            closed = self._close()
-            opened = chain(closed, self._open(item))
+            opened = chain(self._close(), self._open(item))
             self._call_idx = call["index"]
         arguments = function.get("arguments")
         if not arguments:

@@ -124,9 +124,8 @@ class ToolUse:
     @property
     def described(self) -> list[dict[str, Any]]:
         """The tools as chat templates expect them."""
-        exclude = {"strict"}
         return [
-            {"type": "function", "function": function.model_dump(exclude_none=True, exclude=exclude)}
+            {"type": "function", "function": function.model_dump(exclude_none=True, exclude={"strict"})}
             for function in self.functions
         ]
 

@@ -17,8 +17,6 @@ from lightkv.router.config import InvalidConfig
 from .key_limits import KeyLimits
 
 CHECK_SECONDS = 1.0  # at most so often a request looks whether the file has changed
-
-
 _LIMIT = re.compile(rf"({'|'.join(KeyLimits._fields)})=(.*)")
 _COUNT = re.compile("[1-9][0-9]{0,11}")
 

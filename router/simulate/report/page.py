@@ -98,8 +98,6 @@ _QUANTILES = (
     "A point gives the per cent of the requests that took at most this time. The horizontal axis gives each "
     "nine (90, 99, 99.9) the same width, to show the slowest requests. The target is dashed."
 )
-
-
 _LEFT_OUT = (
     "What a page costs or saves in attention: every allocation has the times of one step-time model, whose "
     "default was fitted to attention over single tokens. Kernels over pages may take less or more time; "

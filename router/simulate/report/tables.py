@@ -115,11 +115,9 @@ def _policies(caption: str, wanted: Sequence[_Row], groups: Sequence[Repeats]) -
         if row.heading in ("arrivals /s", "load") and not any(values):
             continue
         best = _best(row, groups)
+        texts = [format(value, row.form) for value in values]
         cells = [
-            Cell(
-                format(value, row.form), best == format(value, row.form), _spread(row.value, row.form, group)
-            )
-            for value, group in zip(values, groups, strict=True)
+            Cell(text, text == best, _spread(row, group)) for text, group in zip(texts, groups, strict=True)
         ]
         rows.append((row.heading, cells))
     return Table(caption, ["", *(group.name for group in groups)], rows)
@@ -136,8 +134,8 @@ def _best(row: _Row, groups: Sequence[Repeats]) -> str | None:
     return texts[0] if is_best else None
 
 
-def _spread(value: Callable[[Figures], float], form: str, group: Repeats) -> str:
-    low, high = (format(end, form) for end in group.spread(value))
+def _spread(row: _Row, group: Repeats) -> str:
+    low, high = (format(end, row.form) for end in group.spread(row.value))
     return "" if low == high else f"{low} – {high}"
 
 
