@@ -56,8 +56,8 @@ class ChatWriter:
         """Yields the body of an answer that is not streamed."""
         choices = Long(lambda: long_list(in_pieces(self.choice(one)) for one in generation.answers))
         body: Object = {
-            "object": "chat.completion",
             **self._head,
+            "object": "chat.completion",
             "choices": choices,
             "usage": usage_of(generation),
         }
@@ -135,7 +135,7 @@ class ChatWriter:
 
     def _chunk(self, index: int, delta: Object) -> Object:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-        return {"object": "chat.completion.chunk", **self._head, "choices": [choice]}
+        return {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
 
     def _entries(self, part: list[ScoredToken]) -> list[bytes]:
         """Returns the JSON of several tokens and of the likeliest in their places."""

@@ -52,7 +52,7 @@ class CompletionWriter:
         return self._body([]) | {"usage": usage}
 
     def _body(self, choices: Any) -> Object:
-        return {"object": "text_completion", **self._head, "choices": choices}
+        return {**self._head, "object": "text_completion", "choices": choices}
 
     def _choice(self, delta: TextDelta, prompt_scores: PromptLogprobs | None) -> Object:
         answer, text = delta.answer, delta.text
