@@ -33,7 +33,7 @@ from lightkv.router import EngineConfig
 from lightkv.router.engine.step import StepPlan
 from lightkv.router.model.build import assemble
 from lightkv.router.model.cuda_graph import PromptGraph, SharedLogits
-from lightkv.router.model.parts import AppliedPlan, StepOutput
+from lightkv.router.model.parts import AppliedPlan, Sampling
 from lightkv.router.model.runner import ModelRunner
 from lightkv.router.model.step_graphs import StepGraphs
 from lightkv.router.sampling_params import SamplerKind
@@ -99,14 +99,14 @@ class Step:
         """Frees the slots of the decodes."""
         self._memory.apply(self._ends)
 
-    def times(self, run: Callable[[StepPlan], StepOutput], steps: int) -> list[tuple[float, float]]:
+    def times(self, forward: Callable[[AppliedPlan], Sampling], steps: int) -> list[tuple[float, float]]:
         """Measures wall and host milliseconds of `steps` steps."""
         found = []
         for _ in range(WARM_UP + steps):
             torch.cuda.synchronize()
             start = time.perf_counter()
             self._memory.apply(self._allocs)
-            run(self.plan)
+            forward(AppliedPlan(self.plan, {}))(None)
             launched = time.perf_counter()
             torch.cuda.synchronize()
             end = time.perf_counter()
@@ -118,7 +118,7 @@ class Step:
         """Returns whether the logits of a graph's replay are those of an eager step, up to rounding."""
         self._memory.apply(self._allocs)
         expected = self._runner._logits(AppliedPlan(self.plan, {})).logits
-        graph.replay(AppliedPlan(self.plan, {}))
+        graph.replay_forward(AppliedPlan(self.plan, {}))
         _, logits = graph._graphs[False]
         difference = (logits[: len(expected)] - expected).abs().max()
         self._memory.apply(self._frees)
@@ -201,9 +201,9 @@ def main() -> None:
         floor = max(weights / bandwidth, case.num_tokens * per_token / rate) * 1e3
         step = Step(runner, case, shape.vocab_size)
         exact, bucket = exact_graph(runner, case), graphs.get(step.plan)
-        runs: dict[str, Callable[[StepPlan], StepOutput]] = {"exact": exact.replay, "eager": runner._run}
+        runs = {"exact": exact.replay_forward, "eager": runner._forward}
         if isinstance(bucket, PromptGraph):
-            runs["bucket"] = bucket.replay
+            runs["bucket"] = bucket.replay_forward
             if not step.agrees(bucket):
                 refuse(f"{case.text()}: the logits of the bucket's graph are not those of an eager step")
         if not step.agrees(exact):

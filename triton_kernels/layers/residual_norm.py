@@ -66,6 +66,7 @@ def _residual_norm_kernel(
     stride_residual,
     C: tl.constexpr,
     BLOCK: tl.constexpr,
+    HAS_POST: tl.constexpr,  # Triton 3.6 compares no tuple that holds None with None
     EARLY: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -74,7 +75,7 @@ def _residual_norm_kernel(
     DTYPE: tl.constexpr = x.dtype.element_ty
     tuning.wait_early(EARLY)
     value = tl.load(x + row * stride_x + dims, mask=in_row, other=0.0).to(tl.float32)
-    if post is not None:
+    if HAS_POST:
         value = _normalise(value, post, dims, in_row, C, DTYPE).to(tl.float32)
     if scale is not None:
         value = (value * scale).to(DTYPE).to(tl.float32)
@@ -122,7 +123,7 @@ def residual_norm(
             f"{other.dtype} {tuple(other.shape)} with strides {x.stride()} and {other.stride()}"
         )
     dim = x.shape[-1]
-    launch = launch_of(dim)
+    launch = launch_of(dim, post)
     rows = x.reshape(-1, dim)
     others = None if residual is None else residual.reshape(-1, dim)
     changes = others is not None or post is not None or scale != 1.0
@@ -145,14 +146,15 @@ def residual_norm(
     return hidden, normed
 
 
-def launch_of(dim: int) -> dict[str, Any]:
-    """Returns the constants and options of a launch for rows of `dim`. Raises ValueError where these are too
-    long."""
+def launch_of(dim: int, post: Norm | None) -> dict[str, Any]:
+    """Returns the constants and options of a launch for rows of `dim`, and a norm before they are added. Raises
+    ValueError where the rows are too long."""
     if dim > MAX_DIM:
         raise ValueError(f"rows of {dim} dims; at most {MAX_DIM} fit in a program")
     return {
         "C": dim,
         "BLOCK": triton.next_power_of_2(dim),
+        "HAS_POST": post is not None,
         "num_warps": 4 if dim <= 2048 else 8 if dim <= 8192 else 16,
         "enable_fp_fusion": False,  # a product is rounded before it is added, as in torch
     }

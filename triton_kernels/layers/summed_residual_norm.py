@@ -84,7 +84,7 @@ def _summed_residual_norm_kernel(
     num_rows,
     C: tl.constexpr,
     BLOCK: tl.constexpr,
-    HAS_POST: tl.constexpr,  # Triton 3.6 compares no tuple with None in a loop
+    HAS_POST: tl.constexpr,  # as in `residual_norm`
 ):
     program = tl.program_id(0)
     dims = tl.arange(0, BLOCK)
@@ -136,7 +136,7 @@ def summed_residual_norm(
             f"a term of {terms.own.dtype} {tuple(terms.own.shape)} for a residual of {rows.dtype} "
             f"{tuple(rows.shape)}; give contiguous ones that are alike"
         )
-    launch = launch_of(dim)
+    launch = launch_of(dim, post)
     hidden = torch.empty_like(residual)
     normed = hidden if norm is None else torch.empty_like(residual)
     if len(rows):
@@ -152,7 +152,6 @@ def summed_residual_norm(
             _bound(post),
             None if scale == 1.0 else scale,
             len(rows),
-            HAS_POST=post is not None,
             **launch,
         )
     return hidden, normed

@@ -136,7 +136,8 @@ class DecoderLayer:
         for module in others:
             x = module(x)
         gated = gated_mlp(last) if has_places else None
-        out = Output(_first(last(x))) if gated is None else gated.output(x, 1)
+        # Some experts return [T, C].
+        out = Output(_first(last(x)).view_as(hidden)) if gated is None else gated.output(x, 1)
         norm = None if next_norm is None else next_norm.norm
         hidden, x = out.add_and_norm(hidden, norm, self.after_mlp, self.scale)
         if next_norm is not None:
