@@ -1,16 +1,19 @@
 """Products of weights of 4 bits, and of experts in 8 or 4, by humming-kernels (`lightkv[quantised]`).
 
 It holds a weight in an order of its own, and compiles kernels for its shape when a model starts. It keeps them
-in a folder between starts.
+in a folder between starts. `int4_linear` knows that order, and multiplies a few tokens.
 """
 
 import json
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from lightkv.triton_kernels.layers.int4_linear import MAX_TOKENS, Int4Tensors, int4_linear, tickets_for
 
 # The most rows for which each kernel is chosen; the last one computes all further ones, too.
 _RANGES = (8, 16, 32, 64, 128, 256, 1024, 8192)
@@ -98,6 +101,12 @@ class HummingProduct:
         )
         config, tensors = prepare_fp16_e8m0_scale(config, tensors)
         self._tensors = _alone(transform_humming_tensors(config, tensors))
+        # The arguments of `int4_linear`, where it multiplies a few tokens.
+        self._few: tuple[Int4Tensors, Tensor | None, Tensor] | None = None
+        if weight.kind == "uint4" and not num_experts and _has_known_order(self.device):
+            words, held_scales = self._tensors["weight"], self._tensors["weight_scale"]
+            held = Int4Tensors(words, held_scales, self._tensors.get("zero_point"))
+            self._few = held, tensors.get("bias"), tickets_for(self._num_rows, self.device)
         self._kernels = _kernels(config, self.device)
         self._locks = torch.zeros(_NUM_LOCKS, dtype=torch.int32, device=self.device)
         ops.utils.init_humming_launcher()
@@ -134,11 +143,14 @@ class HummingProduct:
         if out is None:
             out = x.new_empty((*x.shape[:-1], self._num_rows))
         if x.numel():
-            rows = x.reshape(-1, x.shape[-1]).contiguous()
+            rows, outputs = x.reshape(-1, x.shape[-1]).contiguous(), out.view(-1, self._num_rows)
+            if self._few is not None and len(rows) <= MAX_TOKENS:
+                int4_linear(rows, *self._few, outputs)
+                return out
             self._launch(
                 configs=self._kernels,
                 inputs=rows,
-                outputs=out.view(-1, self._num_rows),
+                outputs=outputs,
                 locks=self._locks,
                 expert_layout=None if offsets is None else functional.pad(offsets, (1, 0)),
                 **self._tensors,
@@ -154,6 +166,11 @@ def _alone(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     tensors.clear()
     torch.cuda.empty_cache()
     return {name: one.to(device) for name, one in moved.items()}
+
+
+def _has_known_order(device: torch.device) -> bool:
+    """Returns whether the library holds weights of 4 bits in the order that `int4_linear` reads."""
+    return torch.cuda.get_device_capability(device)[0] == 9 and version("humming-kernels") == "0.1.20"
 
 
 def words_of(numbers: Tensor, dim: int) -> Tensor:
