@@ -317,6 +317,26 @@ def test_parts_of_a_layer_alone_are_refused(tmp_path: Path) -> None:
         load_model(tmp_path, META, torch.float32, lambda line: None)
 
 
+def _plain_zeros(tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
+    for name in [one for one in tensors if one.endswith("weight_zero_point")]:
+        words, num_rows = tensors[name], len(tensors[name.replace("zero_point", "scale")])
+        eights = (words.unsqueeze(1) >> torch.arange(0, 32, 4).view(1, -1, 1)) & 15
+        tensors[name] = (eights.flatten(0, 1)[:num_rows] - 8).to(dtype)
+
+
+def test_zeros_are_read_as_earlier_versions_store_them(tmp_path: Path) -> None:
+    saved(tmp_path, "w4a16-zeros")
+    before = loaded(tmp_path, dequantise=True).state_dict()
+    rewrite(tmp_path, lambda tensors: _plain_zeros(tensors, torch.int8))
+    after = loaded(tmp_path, dequantise=True).state_dict()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in after.items())
+    saved(tmp_path, "w4a16-zeros")
+    rewrite(tmp_path, lambda tensors: _plain_zeros(tensors, torch.int32))
+    wanted = r"_proj.weight_zero_point is I32 .*, and has to be I32 \[\d+, \d\] or I8 \[\d+, \d\]"
+    with pytest.raises(UnreadableWeights, match=wanted):
+        load_model(tmp_path, META, torch.float32, lambda line: None)
+
+
 def test_groups_in_another_order_are_refused(tmp_path: Path) -> None:
     saved(tmp_path, "gptq", attention_bias=False)
     rewrite(tmp_path, lambda tensors: tensors.update({f"{Q}.g_idx": tensors[f"{Q}.g_idx"].flip(0)}))

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightkv.triton_kernels.layers.quantised_linear import QuantisedTensors
 
 from .humming import LibraryTensors
-from .quantised import QuantisedWeight, Wanted
+from .quantised import QuantisedWeight, Wanted, kinds
 
 _MXFP4_GROUP, _NVFP4_GROUP = 32, 16
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the lowest three bits; the highest one is the sign
@@ -62,7 +62,7 @@ class Mxfp4Format:
         if k % _MXFP4_GROUP:
             raise ValueError(f"{k} inputs in groups of {_MXFP4_GROUP}, which have to be whole")
         shape = num, n, k // _MXFP4_GROUP
-        return {"_blocks": (("U8",), ((*shape, _MXFP4_GROUP // 2),)), "_scales": (("U8",), (shape,))}
+        return {"_blocks": kinds(("U8",), (*shape, _MXFP4_GROUP // 2)), "_scales": kinds(("U8",), shape)}
 
     def weight(self, stored: dict[str, Tensor], bias: Tensor | None, dtype: torch.dtype) -> Float4Weight:
         data = stored["_blocks"].flatten(2).flatten(0, 1)
@@ -89,9 +89,9 @@ class Nvfp4Format:
         if k % _NVFP4_GROUP:
             raise ValueError(f"{k} inputs in groups of {_NVFP4_GROUP}, which have to be whole")
         return {
-            self.numbers: (("U8",), ((n, k // 2),)),
-            "weight_scale": (("F8_E4M3",), ((n, k // _NVFP4_GROUP),)),
-            self.factor: (("F32",), ((), (1,))),
+            self.numbers: kinds(("U8",), (n, k // 2)),
+            "weight_scale": kinds(("F8_E4M3",), (n, k // _NVFP4_GROUP)),
+            self.factor: kinds(("F32",), (), (1,)),
         }
 
     def weight(self, stored: dict[str, Tensor], bias: Tensor | None, dtype: torch.dtype) -> Float4Weight:

@@ -19,7 +19,7 @@ from lightkv.triton_kernels.layers.quantised_linear import (
 )
 
 from .humming import LibraryTensors
-from .quantised import QuantisedWeight, Wanted
+from .quantised import QuantisedWeight, Wanted, kinds
 
 _LARGEST = 448.0  # of e4m3
 
@@ -115,7 +115,7 @@ class Fp8Format:
         elif rows:
             shapes = ((n, 1), (n,))
         floats = ("F32", "BF16", "F16")
-        return {"weight": (("F8_E4M3",), ((n, k),)), self.marker[1:]: (floats, shapes)}
+        return {"weight": kinds(("F8_E4M3",), (n, k)), self.marker[1:]: kinds(floats, *shapes)}
 
     def weight(self, stored: dict[str, Tensor], bias: Tensor | None, dtype: torch.dtype) -> Fp8Weight:
         data, scales = stored["weight"], stored[self.marker[1:]].float()

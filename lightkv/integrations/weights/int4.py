@@ -12,7 +12,7 @@ from torch import Tensor
 from lightkv.triton_kernels.layers.quantised_linear import QuantisedTensors
 
 from .humming import LibraryTensors, words_of
-from .quantised import QuantisedWeight, Wanted
+from .quantised import QuantisedWeight, Wanted, kinds
 
 GROUPS = (32, 64, 128)
 _FLOATS = ("F16", "BF16", "F32")
@@ -65,7 +65,7 @@ def _require_groups(k: int, group: int) -> None:
 
 @dataclass(frozen=True)
 class PackedFormat:
-    """compressed-tensors' pack-quantized: numbers are stored along inputs, zeros along outputs."""
+    """compressed-tensors' pack-quantized: numbers are stored along inputs, zeros along outputs, or as int8."""
 
     group: int
     has_zeros: bool
@@ -81,16 +81,20 @@ class PackedFormat:
         _require_groups(k, self.group)
         groups = k // self.group
         found: Wanted = {
-            "weight_packed": (("I32",), ((n, k // 8),)),
-            "weight_scale": (_FLOATS, ((n, groups),)),
+            "weight_packed": kinds(("I32",), (n, k // 8)),
+            "weight_scale": kinds(_FLOATS, (n, groups)),
         }
         if self.has_zeros:
-            found["weight_zero_point"] = (("I32",), ((-(-n // 8), groups),))
+            packed, plain = kinds(("I32",), (-(-n // 8), groups)), kinds(("I8",), (n, groups))
+            found["weight_zero_point"] = packed + plain
         return found
 
     def weight(self, stored: dict[str, Tensor], bias: Tensor | None, dtype: torch.dtype) -> Int4Weight:
         scales = stored["weight_scale"]
-        zeros = _words(stored["weight_zero_point"], 0)[: len(scales)] if self.has_zeros else None
+        zeros = stored["weight_zero_point"] if self.has_zeros else None
+        if zeros is not None:  # earlier versions store them as they are, from -8 to 7
+            is_plain = zeros.dtype == torch.int8
+            zeros = (zeros + 8).to(torch.uint8) if is_plain else _words(zeros, 0)[: len(scales)]
         return _weight(_words(stored["weight_packed"], 1), scales, zeros, bias, dtype)
 
 
@@ -111,9 +115,9 @@ class AwqFormat:
         _require_groups(k, self.group)
         groups = k // self.group
         return {
-            "qweight": (("I32",), ((k, n // 8),)),
-            "qzeros": (("I32",), ((groups, n // 8),)),
-            "scales": (_FLOATS, ((groups, n),)),
+            "qweight": kinds(("I32",), (k, n // 8)),
+            "qzeros": kinds(("I32",), (groups, n // 8)),
+            "scales": kinds(_FLOATS, (groups, n)),
         }
 
     def weight(self, stored: dict[str, Tensor], bias: Tensor | None, dtype: torch.dtype) -> Int4Weight:
@@ -145,9 +149,9 @@ class GptqFormat:
         _require_groups(k, self.group)
         groups = k // self.group
         return {
-            "qweight": (("I32",), ((k // 8, n),)),
-            "qzeros": (("I32",), ((groups, n // 8),)),
-            "scales": (_FLOATS, ((groups, n),)),
+            "qweight": kinds(("I32",), (k // 8, n)),
+            "qzeros": kinds(("I32",), (groups, n // 8)),
+            "scales": kinds(_FLOATS, (groups, n)),
         }
 
     def weight(self, stored: dict[str, Tensor], bias: Tensor | None, dtype: torch.dtype) -> Int4Weight:

@@ -23,8 +23,14 @@ from lightkv.triton_kernels.layers.quantised_linear import (
 
 from .humming import HummingProduct, LibraryTensors, can_multiply
 
-# By the name of a tensor, behind that of its layer: the element types and the shapes that it may have.
-Wanted = dict[str, tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]]
+# The element types and the shapes that a tensor may have; any of several of these.
+Kinds = tuple[tuple[tuple[str, ...], tuple[tuple[int, ...], ...]], ...]
+Wanted = dict[str, Kinds]  # by the name of a tensor, behind that of its layer
+
+
+def kinds(types: tuple[str, ...], *shapes: tuple[int, ...]) -> Kinds:
+    """Returns any of these types with any of these shapes. What is returned may be added up."""
+    return ((types, shapes),)
 
 
 class CannotDivide(LightKVError):

@@ -18,7 +18,7 @@ from lightkv.errors import UnsupportedModel
 from lightkv.integrations.model.experts.mixture import run_quantised_experts
 from lightkv.integrations.weights.config import UnknownQuantisation, weight_format
 from lightkv.integrations.weights.float4 import Mxfp4Format
-from lightkv.integrations.weights.quantised import Format
+from lightkv.integrations.weights.quantised import Format, kinds
 from lightkv.integrations.weights.weight_part import WeightPart
 from lightkv.router.model_files import StoredTensor, UnreadableWeights, list_some
 
@@ -187,7 +187,7 @@ def _of_layers(
         found = known.of_layer(stem, module.out_features, module.in_features)
         bias = tensors.get(f"{stem}.bias")
         if bias is not None:
-            known.checked(f"{stem}.", {"bias": (("BF16", "F16", "F32"), ((module.out_features,),))})
+            known.checked(f"{stem}.", {"bias": kinds(("BF16", "F16", "F32"), (module.out_features,))})
         if (bias is None) == (module.bias is not None):
             reason = f"has {'no' if bias is None else 'a'} {stem}.bias, unlike the model of config.json"
             raise UnreadableWeights(directory, reason)

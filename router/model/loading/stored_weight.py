@@ -19,6 +19,7 @@ _TYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "I32": torch.int32,
     "I64": torch.int64,
+    "I8": torch.int8,
     "U8": torch.uint8,
 }
 
@@ -129,7 +130,7 @@ class StoredLayers:
 
     def _require_order(self, stored: StoredTensor, k: int) -> None:
         """Raises UnreadableWeights unless the groups of GPTQ's layers are of inputs in their order."""
-        num_groups = self.format.wanted(8, k)["scales"][1][0][0]
+        num_groups = self.format.wanted(8, k)["scales"][0][1][0][0]
         with safe_open(stored.path, framework="pt") as file:
             found = file.get_tensor(stored.name).flatten()
         if not torch.equal(found.long(), torch.arange(k) // (k // num_groups)):
@@ -140,11 +141,14 @@ class StoredLayers:
         """Returns the tensors whose names begin with `before`, and end as `wanted` says. Raises
         UnreadableWeights for one that is missing or of another shape or type."""
         found = {}
-        for name, (types, shapes) in wanted.items():
+        for name, kinds in wanted.items():
             one = self.tensors.get(f"{before}{name}")
-            if one is None or one.dtype not in types or one.shape not in shapes:
+            if one is None or not any(one.dtype in types and one.shape in shapes for types, shapes in kinds):
                 is_now = "is missing" if one is None else f"is {one.dtype} {list(one.shape)}"
-                wants = f"{' or '.join(types)} {' or '.join(str(list(shape)) for shape in shapes)}"
+                wants = " or ".join(
+                    f"{' or '.join(types)} {' or '.join(str(list(shape)) for shape in shapes)}"
+                    for types, shapes in kinds
+                )
                 reason = f"{before}{name} {is_now}, and has to be {wants} in {self.format.name}"
                 raise UnreadableWeights(self.directory, reason)
             found[name] = one
