@@ -23,16 +23,18 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pydoc_data.topics import topics
 from statistics import fmean
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 
 from bench.common.report import parser, print_json, print_machine, print_table, refuse, save_json
 from bench.features.streaming import AGREEMENT, long_text
+from lightkv.integrations import cached_model
 from lightkv.integrations.cached_model import CachedModel
 from lightkv.integrations.model.attention_call import AttentionCall
 from lightkv.integrations.model.hf_model import PackedStep
@@ -89,20 +91,21 @@ class Reading(NamedTuple):
     seconds: float
 
 
-class RoundedStep:
-    """Rounds K and V by `k_round` and `v_round` before they are written. Formats that no pool has are tried so.
+@dataclass(frozen=True)
+class RoundedStep(PackedStep):
+    """Rounds K and V by `rounds` before they are written. Formats that no pool has are tried so.
 
     Each gets heads `[1, kv_heads, T, dim]`, with their positions, and the index of the layer.
     """
 
-    def __init__(self, step: PackedStep, k_round: Round, v_round: Round) -> None:
-        self._step, self._k_round, self._v_round = step, k_round, v_round
+    rounds: tuple[Round, Round] | None = None
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        call = call.rotated()
-        layer_idx = call.module.layer_idx
-        rounded = call._replace(k=self._k_round(call.k, layer_idx), v=self._v_round(call.v, layer_idx))
-        return self._step.attend(rounded)
+        if self.rounds is not None:
+            (k_round, v_round), call = self.rounds, call.rotated()
+            layer_idx = call.module.layer_idx
+            call = call._replace(k=k_round(call.k, layer_idx), v=v_round(call.v, layer_idx))
+        return super().attend(call)
 
 
 class Side:
@@ -112,7 +115,7 @@ class Side:
         self, model: Any, kv_format: KVFormat, capacity: int, rounds: tuple[Round, Round] | None = None
     ) -> None:
         self.lm = CachedModel(model, capacity, kv_format=kv_format)
-        self._handler = None if rounds is None else partial(RoundedStep, k_round=rounds[0], v_round=rounds[1])
+        self._step = partial(RoundedStep, rounds=rounds)
 
     @property
     def bytes_per_token(self) -> int:
@@ -122,7 +125,8 @@ class Side:
     def forward(
         self, sequences: Sequence[CachedSequence], ids: Sequence[list[int]], all_logits: bool = False
     ) -> torch.Tensor:
-        return self.lm.forward(sequences, ids, all_logits=all_logits, handler=self._handler)
+        with patch.object(cached_model, "PackedStep", self._step):
+            return self.lm.forward(sequences, ids, all_logits=all_logits)
 
     def read(self, text: Haystack, chunk: int) -> Reading:
         """Reads the text in chunks, and asks for the numbers that its needles name."""
