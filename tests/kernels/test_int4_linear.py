@@ -1,14 +1,24 @@
 """Products of a few tokens with weights of 4 bits, in the order of humming-kernels, equal the dense ones."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from lightkv.integrations.weights.humming import HummingProduct, LibraryTensors, words_of
+from lightkv.integrations.weights.humming import (
+    HummingProduct,
+    LibraryTensors,
+    has_known_order,
+    words_of,
+)
 from lightkv.triton_kernels.layers.int4_linear import (
     MAX_TOKENS,
     Int4Tensors,
     int4_launch,
+    int4_linear,
     int4_linear_reference,
+    tickets_for,
 )
 from lightkv.triton_kernels.tuning import DeviceClass
 
@@ -60,12 +70,38 @@ def test_the_reference_knows_the_order(has_zeros: bool) -> None:
 
 @pytest.mark.parametrize("num_rows", [64, 4096, 6144, 28672, 152064])
 @pytest.mark.parametrize("num_groups", [1, 4, 28, 32, 112, 592])
-def test_a_launch_has_a_group_for_every_warp(num_rows: int, num_groups: int) -> None:
-    num_warps, splits, depth = int4_launch(DeviceClass(132, 227 * 1024, 9), num_rows, num_groups)
-    turns = -(-num_groups // (num_warps * splits))
+def test_programs_that_share_rows_have_a_group_for_every_warp(num_rows: int, num_groups: int) -> None:
+    num_warps, splits = int4_launch(DeviceClass(132, 227 * 1024, 9), num_rows, num_groups)
     assert splits == 1 or num_warps * splits <= num_groups
     assert splits == 1 or -(-num_rows // 64) * splits <= 3 * 132
-    assert 1 <= depth <= turns
+
+
+@pytest.mark.parametrize(
+    ("x", "out"),
+    [
+        (torch.zeros(2, 32), torch.zeros(2, 128)),
+        (torch.zeros(2, 64).half(), torch.zeros(2, 128)),
+        (torch.zeros(2, 64), torch.zeros(2, 256)),
+        (torch.zeros(2, 64), torch.zeros(2, 256)[:, :128]),
+        (torch.zeros(2, 128)[:, ::2], torch.zeros(2, 128)),
+        (torch.zeros(9, 64), torch.zeros(9, 128)),
+    ],
+)
+def test_what_does_not_fit_the_weight_is_refused(x: torch.Tensor, out: torch.Tensor) -> None:
+    weight = Int4Tensors(torch.zeros(4, 256, dtype=torch.int32), torch.zeros(2, 128), None)
+    with pytest.raises(ValueError, match="contiguous tokens of the weight's columns and type"):
+        int4_linear(x, weight, None, tickets_for(128, torch.device("cpu")), out)
+
+
+@pytest.mark.parametrize(
+    ("version", "major", "is_known"), [("0.1.20", 9, True), ("0.1.21", 9, False), ("0.1.20", 10, False)]
+)
+def test_the_order_is_known_of_one_version_on_one_kind_of_gpu(
+    monkeypatch: pytest.MonkeyPatch, version: str, major: int, is_known: bool
+) -> None:
+    monkeypatch.setitem(sys.modules, "humming", SimpleNamespace(__version__=version))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+    assert has_known_order.__wrapped__(torch.device("cuda")) is is_known
 
 
 @pytest.mark.gpu
@@ -77,6 +113,8 @@ def test_a_launch_has_a_group_for_every_warp(num_rows: int, num_groups: int) -> 
         (4096, 14336, 128, True, True),
         (152, 128, 32, True, True),
         (64, 64, 64, False, True),
+        (192, 2048, 32, True, False),
+        (256, 1088, 64, True, True),
         (3584, 18944, 64, False, False),
         (37888, 3584, 128, False, False),
     ],
@@ -106,3 +144,31 @@ def test_few_tokens_equal_the_numbers_and_the_library(
     many = product.matmul(x.repeat(2, 1))  # by the library
     assert (many[:MAX_TOKENS].double() - expected).abs().max() <= 4 * limit * expected.abs().max()
     assert not product._few[2].any()
+
+
+@pytest.mark.gpu
+def test_products_in_a_graph_read_what_the_one_before_wrote() -> None:
+    """They are launched while the one before still runs."""
+    products = []
+    for num_rows, dim in ((4096, 4096), (4096, 4096), (8192, 4096), (4096, 8192)):
+        numbers, _, scales = _numbers(num_rows, dim, 128, "cuda")
+        packed = LibraryTensors("uint4", words_of(numbers, 1), scales.bfloat16(), (1, 128))
+        products.append(HummingProduct(packed, None, torch.bfloat16))
+    x = torch.zeros(3, 4096, device="cuda", dtype=torch.bfloat16)
+
+    def chain(rows: torch.Tensor) -> torch.Tensor:
+        for product in products:
+            rows = product.matmul(rows) * 0.1
+        return rows
+
+    chain(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = chain(x)
+    for seed in range(20):
+        torch.manual_seed(seed)
+        x.copy_(torch.randn(3, 4096))
+        graph.replay()
+        replayed = found.clone()
+        assert replayed.isfinite().all()
+        assert torch.equal(replayed, chain(x))

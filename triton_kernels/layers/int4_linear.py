@@ -32,10 +32,11 @@ _ROWS = 64  # of a program
 
 
 class Int4Tensors(NamedTuple):
-    """A weight `[N, K]` as humming-kernels holds it, with a scale for each `K / G` inputs of a row.
+    """A weight `[N, K]` as humming-kernels holds it. Its inputs are in G groups, and its rows are filled up to
+    M, a multiple of 128.
 
-    `words`: int32 `[K / 16, 2 N]`. `scales`: in 16 bits, `[G, N]`; the rows 8 j + i of 64 are at 8 i + j.
-    `zeros`: int32 words of eight, in the order of the scales, `[G, N / 8]`; None: 8.
+    `words`: int32 `[K / 16, 2 M]`. `scales`: of the type of x, `[G, M]`; row 8 j + i of each 64 is at 8 i + j.
+    `zeros`: int32 words of eight, in the order of the scales, `[G, M / 8]`; None: 8.
     """
 
     words: Tensor
@@ -143,7 +144,6 @@ def _few_tokens_kernel(
     NUM_GROUPS: gl.constexpr,
     GROUP: gl.constexpr,
     SPLITS: gl.constexpr,
-    DEPTH: gl.constexpr,  # how many groups a warp loads ahead
     EARLY: gl.constexpr,
 ):
     WARPS: gl.constexpr = gl.num_warps()
@@ -151,6 +151,7 @@ def _few_tokens_kernel(
     UNITS: gl.constexpr = GROUP // 16
     PAIRS: gl.constexpr = NUM_GROUPS * GROUP // 2  # of a token
     TURNS: gl.constexpr = (NUM_GROUPS + WARPS * SPLITS - 1) // (WARPS * SPLITS)
+    DEPTH: gl.constexpr = TURNS if TURNS <= 2 else 1  # groups that a warp loads ahead
     dtype: gl.constexpr = x.dtype.element_ty
     IS_BF16: gl.constexpr = dtype == gl.bfloat16
     CONSTANT: gl.constexpr = 128.0 if IS_BF16 else 16.0
@@ -173,7 +174,7 @@ def _few_tokens_kernel(
         zeros += block * 8 + g + first * (STRIDE // 16)
     held = ()  # type: tuple
     for i in gl.static_range(DEPTH):
-        inside = (first + i < NUM_GROUPS) & (i < TURNS)
+        inside = first + i < NUM_GROUPS
         held += (_load_group(words, scales, zeros, i, inside, STRIDE, UNITS),)
     if EARLY:
         tl.extra.cuda.gdc_wait()
@@ -186,7 +187,7 @@ def _few_tokens_kernel(
     for begin in range(0, TURNS, DEPTH):
         for i in gl.static_range(DEPTH):
             here, later = begin + i, begin + i + DEPTH
-            there = token & (first + here < NUM_GROUPS) & (here < TURNS)
+            there = token & (first + here < NUM_GROUPS)
             b = _load_inputs(pairs + here * (GROUP // 2), there, UNITS)
             group = held[0]
             following = group
@@ -244,12 +245,10 @@ def _few_tokens_kernel(
 
 
 class Int4Launch(NamedTuple):
-    """Warps of a program, how many programs share the rows of a block, and how many groups of columns a warp
-    loads ahead."""
+    """Warps of a program, and how many programs share the rows of a block."""
 
     num_warps: int
     splits: int
-    depth: int
 
 
 def int4_launch(device: tuning.DeviceClass, num_rows: int, num_groups: int) -> Int4Launch:
@@ -258,9 +257,7 @@ def int4_launch(device: tuning.DeviceClass, num_rows: int, num_groups: int) -> I
     blocks, splits, most = triton.cdiv(num_rows, _ROWS), 1, 3 * device.num_multiprocessors
     while 2 * blocks * splits <= most and num_groups >= 16 * splits:
         splits *= 2
-    num_warps = 8 if blocks * splits <= 2 * device.num_multiprocessors else 4
-    turns = triton.cdiv(num_groups, num_warps * splits)
-    return Int4Launch(num_warps, splits, turns if turns <= 2 else 1)
+    return Int4Launch(8 if blocks * splits <= 2 * device.num_multiprocessors else 4, splits)
 
 
 def tickets_for(num_rows: int, device: torch.device) -> Tensor:
@@ -273,15 +270,27 @@ def int4_linear(x: Tensor, weight: Int4Tensors, bias: Tensor | None, tickets: Te
 
     Args:
         x: `[T, K]` of 1 to `MAX_TOKENS` tokens, float16 or bfloat16, contiguous.
-        weight: of N rows, padded to a multiple of 128.
+        weight: of N rows, and of the type of x.
         bias: `[N]`, or None.
         tickets: of `tickets_for`; may serve any number of products with as many rows, one after the other.
         out: `[T, N]`, contiguous.
 
-    Sums are float32, rounded once at the end. Nothing synchronises, so a CUDA graph can capture it.
+    Sums are float32, rounded once at the end, and always the same. Nothing synchronises, so a CUDA graph can
+    capture it.
+
+    Raises:
+        ValueError: x or out does not fit the weight.
     """
     (num_tokens, dim), (num_rows, num_groups) = x.shape, (out.shape[1], len(weight.scales))
-    num_warps, splits, depth = int4_launch(tuning.device_class(x.device), num_rows, num_groups)
+    is_whole = x.is_contiguous() and out.is_contiguous() and x.data_ptr() % 4 == 0
+    fits = dim == 16 * len(weight.words) and 2 * num_rows <= weight.words.shape[1]
+    if not is_whole or not fits or x.dtype != weight.scales.dtype or num_tokens > MAX_TOKENS:
+        raise ValueError(
+            f"{x.dtype} {tuple(x.shape)} with strides {x.stride()}, to {tuple(out.shape)} with strides "
+            f"{out.stride()}, beside words {tuple(weight.words.shape)} and scales of {weight.scales.dtype}; "
+            f"give up to {MAX_TOKENS} contiguous tokens of the weight's columns and type"
+        )
+    num_warps, splits = int4_launch(tuning.device_class(x.device), num_rows, num_groups)
     parts = None
     if splits > 1:
         size = len(tickets) * splits * 8 * _ROWS
@@ -298,7 +307,6 @@ def int4_linear(x: Tensor, weight: Int4Tensors, bias: Tensor | None, tickets: Te
         NUM_GROUPS=num_groups,
         GROUP=dim // num_groups,
         SPLITS=splits,
-        DEPTH=depth,
         num_warps=num_warps,
         maxnreg=128,  # sixteen warps on a multiprocessor
         **tuning.early_options(x.device),

@@ -116,12 +116,7 @@ def residual_norm(
     Raises:
         ValueError: shapes or dtypes differ, a last stride is not 1, or C is above 32,768.
     """
-    other = x if residual is None else residual
-    if x.stride(-1) != 1 or other.stride(-1) != 1 or other.shape != x.shape or other.dtype != x.dtype:
-        raise ValueError(
-            f"x and residual must be alike, with a last stride of 1; got {x.dtype} {tuple(x.shape)} and "
-            f"{other.dtype} {tuple(other.shape)} with strides {x.stride()} and {other.stride()}"
-        )
+    _require_alike(x, residual)
     dim = x.shape[-1]
     launch = launch_of(dim, post)
     rows = x.reshape(-1, dim)
@@ -146,6 +141,15 @@ def residual_norm(
     return hidden, normed
 
 
+def _require_alike(x: Tensor, residual: Tensor | None) -> None:
+    other = x if residual is None else residual
+    if x.stride(-1) != 1 or other.stride(-1) != 1 or other.shape != x.shape or other.dtype != x.dtype:
+        raise ValueError(
+            f"x and residual must be alike, with a last stride of 1; got {x.dtype} {tuple(x.shape)} and "
+            f"{other.dtype} {tuple(other.shape)} with strides {x.stride()} and {other.stride()}"
+        )
+
+
 def launch_of(dim: int, post: Norm | None) -> dict[str, Any]:
     """Returns the constants and options of a launch for rows of `dim`, and a norm before they are added. Raises
     ValueError where the rows are too long."""
@@ -164,6 +168,7 @@ def residual_norm_reference(
     x: Tensor, residual: Tensor | None, norm: Norm | None, *, post: Norm | None = None, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Computes `residual_norm` in plain torch."""
+    _require_alike(x, residual)
     hidden = x if post is None else norm_reference(x, post, x.dtype)
     if scale != 1.0:
         hidden = hidden * scale

@@ -5,7 +5,7 @@ in a folder between starts. `int4_linear` knows that order, and multiplies a few
 """
 
 import json
-from importlib.metadata import version
+from functools import cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -103,7 +103,7 @@ class HummingProduct:
         self._tensors = _alone(transform_humming_tensors(config, tensors))
         # The arguments of `int4_linear`, where it multiplies a few tokens.
         self._few: tuple[Int4Tensors, Tensor | None, Tensor] | None = None
-        if weight.kind == "uint4" and not num_experts and _has_known_order(self.device):
+        if weight.kind == "uint4" and not num_experts and has_known_order(self.device):
             words, held_scales = self._tensors["weight"], self._tensors["weight_scale"]
             held = Int4Tensors(words, held_scales, self._tensors.get("zero_point"))
             self._few = held, tensors.get("bias"), tickets_for(self._num_rows, self.device)
@@ -138,8 +138,8 @@ class HummingProduct:
 
     def matmul(self, x: Tensor, out: Tensor | None = None, offsets: Tensor | None = None) -> Tensor:
         """Returns x · weight^T + bias of x `[..., K]`: `[..., N]`, in `out` if that is given. `offsets`: int32
-        `[E]`, the end of the rows of x that are multiplied with each expert's weight. Sums over parts of K come
-        in any order, so the last bits vary."""
+        `[E]`, the end of the rows of x that are multiplied with each expert's weight. The library sums parts of
+        K in any order, so the last bits vary."""
         if out is None:
             out = x.new_empty((*x.shape[:-1], self._num_rows))
         if x.numel():
@@ -168,9 +168,12 @@ def _alone(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: one.to(device) for name, one in moved.items()}
 
 
-def _has_known_order(device: torch.device) -> bool:
-    """Returns whether the library holds weights of 4 bits in the order that `int4_linear` reads."""
-    return torch.cuda.get_device_capability(device)[0] == 9 and version("humming-kernels") == "0.1.20"
+@cache
+def has_known_order(device: torch.device) -> bool:
+    """Returns whether the library holds integers of 4 bits in the order that `int4_linear` reads."""
+    from humming import __version__
+
+    return __version__ == "0.1.20" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def words_of(numbers: Tensor, dim: int) -> Tensor:
