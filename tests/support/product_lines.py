@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 # Lines of Python files, with docstrings, comments and blank lines.
-CEILINGS = {"lightkv": 20569, "router": 29876, "triton_kernels": 14497}
+CEILINGS = {"lightkv": 20600, "router": 29880, "triton_kernels": 14838}
 
 
 def lines(room: str) -> Counter[str]:
