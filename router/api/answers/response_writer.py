@@ -62,11 +62,11 @@ class ResponseWriter:
         if error is not None:
             status = "failed"
         return {
-            **self._repeated,
             "id": self._id,
             "object": "response",
             "created_at": self._created,
             "status": status,
+            **self._repeated,
             "background": False,
             "error": error,
             "incomplete_details": details,
