@@ -5,6 +5,7 @@ changes logits, and `draw.py` draws tokens. Everything runs on the current strea
 neither synchronises nor has data-dependent shapes, so it can be captured in a CUDA graph.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -26,6 +27,8 @@ from lightkv.triton_kernels.layers.draw import (
 )
 
 from .logit_edits import LogitEdits, Penalties, RowEdits
+
+_MOST_PARTS = 128  # of a row of logits
 
 # One line of the parameter table, uploaded whole: 48 bytes, which the device sees as six int64.
 _LINE = np.dtype(
@@ -176,7 +179,7 @@ class Sampler:
             )
         if kind == SamplerKind.GREEDY:
             scores = logits if masks is None else _ban(logits.clone(), masks)
-            tokens = scores.argmax(dim=-1)
+            tokens = _best(scores)[1].squeeze(1)
             self._agree(tokens)
             sampled = Sampled(tokens, None, None, None)
         elif kind == SamplerKind.RANDOM:
@@ -258,12 +261,21 @@ def _draw(scores: Tensor, lines: Tensor, positions: Tensor, truncated: bool = Fa
     `truncated`: top-k and top-p are applied.
     """
     temperature = _real(lines, "temperature")
-    best_score, best = scores.max(dim=-1, keepdim=True)  # the lowest id among equals
+    best_score, best = _best(scores)
     weights = token_weights_(scores, best_score, temperature, _real(lines, "min_p"))
     if truncated:
         truncate_(weights, _integer(lines, "top_k"), _real(lines, "top_p"))
     drawn = pick(weights, uniforms(lines[:, 1], positions))
     return torch.where(temperature > 0, drawn, best).squeeze(1)
+
+
+def _best(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the largest score of each row, and the lowest id that has it, both `[B, 1]`. A GPU reduces one
+    long row slowly, so parts of it come first."""
+    num_parts = math.gcd(scores.shape[1], _MOST_PARTS)
+    best, ids = scores.unflatten(1, (num_parts, -1)).max(dim=-1)
+    best, part = best.max(dim=-1, keepdim=True)
+    return best, ids.gather(1, part).add_(part, alpha=scores.shape[1] // num_parts)
 
 
 def _real(lines: Tensor, field: str) -> Tensor:

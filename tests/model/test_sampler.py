@@ -75,14 +75,16 @@ def test_positions_and_seeds_change_the_token(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("kind", list(SamplerKind), ids=lambda kind: kind.name)
-def test_greedy_ties_go_to_the_lowest_id(kind: SamplerKind, device: torch.device) -> None:
-    logits = torch.zeros(3, VOCAB_SIZE)
+@pytest.mark.parametrize("vocab_size", [VOCAB_SIZE, 200, 4096])  # rows in one part, in 8 and in 128
+def test_greedy_ties_go_to_the_lowest_id(kind: SamplerKind, vocab_size: int, device: torch.device) -> None:
+    logits = torch.zeros(4, vocab_size)
     logits[0, [40, 7, 90]] = 5.0
     logits[2] = -math.inf
     logits[2, [96, 95]] = -3.0
-    sampler = make_sampler(device, *[SamplingParams(temperature=0)] * 3)
+    logits[3, [vocab_size - 1, vocab_size - 2]] = 1.0
+    sampler = make_sampler(device, *[SamplingParams(temperature=0)] * 4, vocab_size=vocab_size)
     sampler.enable_logit_edits()
-    assert draw(sampler, logits, [1, 2, 3], [4, 4, 4], kind) == [7, 0, 95]
+    assert draw(sampler, logits, [1, 2, 3, 4], [4] * 4, kind) == [7, 0, 95, vocab_size - 2]
 
 
 @pytest.mark.parametrize("kind", list(SamplerKind), ids=lambda kind: kind.name)
