@@ -1,13 +1,15 @@
-"""Compares the service of two trees on one machine, in turns: HTTP, start, and the router's step.
+"""Compares the service of two trees on one machine, in turns: HTTP, loads like life, start, the router's step.
 
     python -m bench.serving.alternate OLD NEW --out bench/results/NAME.json
     python -m bench.serving.alternate OLD NEW --model DIRECTORY --concurrency 1 32 256 -- --max-total-tokens N
+    python -m bench.serving.alternate OLD NEW --rounds 0 --cells poisson-0.8 --traces FOLDER --saturation 20
 
 OLD and NEW are folders with a checkout each. A service of each tree runs with the same options (those after
 `--`), and the one whose turn it is not waits: on a GPU both have to fit, so give --max-total-tokens. In a round
 each service gets the same requests, which all clients send at once: new prompts of random ids, greedy answers.
-The client is the same for both. Afterwards services are started in turns, their kernels being compiled already,
-and with --router-rounds the steps of `router_step.py` of each tree are taken in turns, a hundred at a time.
+The client is the same for both. With --cells they serve these cells of `lifelike.py` likewise, each round with
+new requests. Afterwards services are started in turns, their kernels being compiled already, and with
+--router-rounds the steps of `router_step.py` of each tree are taken in turns, a hundred at a time.
 
 A ratio is the new tree's time over the old one's of the same round. Its median counts, since what else runs on
 the machine slows rounds of both. Texts are compared, too: how many answers of each number of clients are the
@@ -43,6 +45,8 @@ from bench.common.report import (
     refuse,
     save_json,
 )
+from bench.serving.lifelike import ANSWER_SECONDS, Sent, Target, figures, warm_up
+from bench.serving.lifelike_cells import CELLS, Source
 from bench.serving.load_client import Answer, Endpoint, RequestFailed, closed_loop
 from bench.serving.served import Server, ServerFailed, parse_with_serve
 from bench.serving.stats import span
@@ -55,6 +59,7 @@ Save = Callable[[Results], None]
 
 LEAST_REQUESTS = 4  # of a round
 WARM_UP_ROUNDS = 1
+DRAIN_SECONDS = 45.0  # that a cell may take beyond its time
 ROUTER_STEPS = 100  # of a turn
 
 
@@ -141,6 +146,18 @@ def figures_of(answers: Sequence[Answer]) -> dict[str, float]:
     }
 
 
+def figures_of_cell(sent: Sequence[Sent]) -> dict[str, float]:
+    """Returns times of a cell in milliseconds; lower is better in all."""
+    found = figures(sent, 1.0)
+    return {
+        "first token, p50": found["ttft_ms"]["p50"],
+        "first token, p99": found["ttft_ms"]["p99"],
+        "between tokens, p95": found["between_pieces_ms"]["p95"],
+        "between tokens, p99": found["between_pieces_ms"]["p99"],
+        "per token, mean": found["per_token_ms"]["mean"],
+    }
+
+
 def compared(rounds: Sequence[Mapping[str, Mapping[str, float]]]) -> Results:
     """Returns each figure of both trees and their ratios. A round has both trees' figures by name."""
     found: Results = {}
@@ -156,43 +173,63 @@ def compared(rounds: Sequence[Mapping[str, Mapping[str, float]]]) -> Results:
     return found
 
 
-def measure_http(
-    trees: Mapping[str, Tree], arguments: Sequence[str], options: argparse.Namespace, save: Save
-) -> None:
-    """Measures all numbers of clients, with a service of each tree. `save` gets the figures after each number.
-
-    Raises ServerFailed, RequestFailed.
-    """
-    vocab_size = load_config(resolve(options.model, print)).get_text_config().vocab_size
-    rng = random.Random(0)
+def measure_http(endpoints: Mapping[str, Endpoint], options: argparse.Namespace, save: Save) -> None:
+    """Measures all numbers of clients. `save` gets the figures after each number. Raises RequestFailed."""
+    vocab_size, rng = _vocab_size(options.model), random.Random(0)
     results: Results = {}
-    with ExitStack() as stack:
-        servers = {side: stack.enter_context(tree.server(arguments)) for side, tree in trees.items()}
-        endpoints = {side: Endpoint(server.url, None, 600.0) for side, server in servers.items()}
-        model = uvloop.run(endpoints["old"].get("/v1/models"))["data"][0]["id"]
-        for clients in options.concurrency:
-            rounds: list[dict[str, dict[str, float]]] = []
-            num, same = max(clients, LEAST_REQUESTS), 0
-            # `alternate` asks both trees in a round, so a round's requests are drawn once for both.
-            drawn = [
-                fill([Lengths(options.prompt, options.output)] * num, vocab_size, rng)
-                for _ in range(WARM_UP_ROUNDS + options.rounds)
-            ]
-            asks = {side: iter(drawn) for side in trees}
+    model = uvloop.run(endpoints["old"].get("/v1/models"))["data"][0]["id"]
+    for clients in options.concurrency:
+        rounds: list[dict[str, dict[str, float]]] = []
+        num, same = max(clients, LEAST_REQUESTS), 0
+        # `alternate` asks both trees in a round, so a round's requests are drawn once for both.
+        drawn = [
+            fill([Lengths(options.prompt, options.output)] * num, vocab_size, rng)
+            for _ in range(WARM_UP_ROUNDS + options.rounds)
+        ]
+        asks = {side: iter(drawn) for side in endpoints}
 
-            def run(side: str, asks: Any = asks, clients: int = clients) -> list[Answer]:
-                return ask_all(endpoints[side], model, next(asks[side]), clients)
+        def run(side: str, asks: Any = asks, clients: int = clients) -> list[Answer]:
+            return ask_all(endpoints[side], model, next(asks[side]), clients)
 
-            sides = {side: partial(run, side) for side in trees}
-            for idx, answers in enumerate(alternate(WARM_UP_ROUNDS + options.rounds, sides)):
-                if idx < WARM_UP_ROUNDS:
-                    continue
-                rounds.append({side: figures_of(own) for side, own in answers.items()})
-                pairs = zip(answers["old"], answers["new"], strict=True)
-                same += sum(old.text == new.text for old, new in pairs)
-            results[str(clients)] = {"times_ms": compared(rounds), "answers": num * len(rounds), "same": same}
-            save(results)
-            print(f"{clients} clients: {same} of {num * len(rounds)} texts are the same", flush=True)
+        sides = {side: partial(run, side) for side in endpoints}
+        for idx, answers in enumerate(alternate(WARM_UP_ROUNDS + options.rounds, sides)):
+            if idx < WARM_UP_ROUNDS:
+                continue
+            rounds.append({side: figures_of(own) for side, own in answers.items()})
+            pairs = zip(answers["old"], answers["new"], strict=True)
+            same += sum(old.text == new.text for old, new in pairs)
+        results[str(clients)] = {"times_ms": compared(rounds), "answers": num * len(rounds), "same": same}
+        save(results)
+        print(f"{clients} clients: {same} of {num * len(rounds)} texts are the same", flush=True)
+
+
+def measure_cells(endpoints: Mapping[str, Endpoint], options: argparse.Namespace, save: Save) -> None:
+    """Measures cells of loads like life. `save` gets the figures after each cell. Raises RequestFailed."""
+    source = Source.read(options.traces, _vocab_size(options.model), options.max_length, seed=0)
+    targets = {side: Target(endpoint) for side, endpoint in endpoints.items()}
+    for target in targets.values():
+        warm_up(target, source)
+    results: Results = {}
+    for cell in (own for own in CELLS if own.name in options.cells):
+        seeds = {side: iter(range(1, 1 + options.cell_rounds)) for side in targets}
+
+        def play(side: str, seeds: Any = seeds, cell: Any = cell) -> list[Sent]:
+            drawn = source._replace(seed=next(seeds[side])).sessions(
+                cell, options.saturation, options.seconds
+            )
+            return uvloop.run(targets[side].play(drawn, options.seconds, DRAIN_SECONDS, cell.stated))
+
+        rounds, lost = [], dict.fromkeys(targets, 0)
+        for sent in alternate(options.cell_rounds, {side: partial(play, side) for side in targets}):
+            rounds.append({side: figures_of_cell(own) for side, own in sent.items()})
+            lost = {side: lost[side] + sum(one.answer is None for one in own) for side, own in sent.items()}
+        results[cell.name] = {"times_ms": compared(rounds), "lost": lost}
+        save(results)
+        print(f"{cell.name}: {lost['old']} and {lost['new']} requests without an answer", flush=True)
+
+
+def _vocab_size(model: str) -> int:
+    return int(load_config(resolve(model, print)).get_text_config().vocab_size)
 
 
 def measure_starts(
@@ -227,6 +264,7 @@ def measure_router(trees: Mapping[str, Tree], options: argparse.Namespace, save:
 def print_compared(results: Results) -> None:
     """Prints a table of all figures."""
     tables = {f"{num} clients": own["times_ms"] for num, own in results.get("http", {}).items()}
+    tables |= {name: own["times_ms"] for name, own in results.get("cells", {}).items()}
     tables |= {name: results[name] for name in ("start", "router_step") if name in results}
     rows = [
         [f"{table}: {name}", *(Spread(**own[side]).text(".3f") for side in ("old", "new", "ratio"))]
@@ -245,6 +283,14 @@ def main() -> None:
     made.add_argument("--prompt", type=int, default=256, help="tokens of each prompt")
     made.add_argument("--output", type=int, default=128, help="tokens of each answer")
     made.add_argument("--rounds", type=int, default=7, help="of each number of clients; 0: no HTTP")
+    made.add_argument("--cells", nargs="+", choices=[cell.name for cell in CELLS], default=[], metavar="CELL")
+    made.add_argument("--cell-rounds", type=int, default=3, help="of each cell")
+    made.add_argument("--traces", type=Path, help="folder with the two files of Azure's trace, for --cells")
+    made.add_argument(
+        "--saturation", type=float, default=20.0, help="requests a second, of which cells have a share"
+    )
+    made.add_argument("--seconds", type=float, default=20.0, help="in which the requests of a cell arrive")
+    made.add_argument("--max-length", type=int, default=16_384, help="most tokens of a cell's requests")
     made.add_argument("--starts", type=int, default=3, help="of each tree")
     made.add_argument("--router-rounds", type=int, default=0, help="turns of each load of the router's step")
     made.add_argument(
@@ -258,7 +304,19 @@ def main() -> None:
     cache = options.cache.resolve()
     trees = {side: Tree(getattr(options, side), cache / side) for side in ("old", "new")}
     arguments = [options.model, *options.serve]
-    names = ("concurrency", "prompt", "output", "rounds", "serve")
+    if options.cells and options.traces is None:
+        refuse("cells have the lengths of Azure's trace; give its folder by --traces")
+    names = (
+        "concurrency",
+        "prompt",
+        "output",
+        "rounds",
+        "cells",
+        "cell_rounds",
+        "saturation",
+        "seconds",
+        "serve",
+    )
     settings: Results = {name: getattr(options, name) for name in names}
     settings |= {side: tree.folder.name for side, tree in trees.items()} | {"model": Path(options.model).name}
     results: Results = {"settings": settings}
@@ -268,8 +326,14 @@ def main() -> None:
         save_json("alternate_service", results, options.out)
 
     try:
-        if options.rounds:
-            measure_http(trees, arguments, options, partial(save, "http"))
+        if options.rounds or options.cells:
+            with ExitStack() as stack:
+                servers = {side: stack.enter_context(tree.server(arguments)) for side, tree in trees.items()}
+                endpoints = {side: Endpoint(own.url, None, ANSWER_SECONDS) for side, own in servers.items()}
+                if options.rounds:
+                    measure_http(endpoints, options, partial(save, "http"))
+                if options.cells:
+                    measure_cells(endpoints, options, partial(save, "cells"))
         if options.starts:
             measure_starts(trees, arguments, options, partial(save, "start"))
         if options.router_rounds:
