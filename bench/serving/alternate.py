@@ -59,6 +59,7 @@ Save = Callable[[Results], None]
 
 LEAST_REQUESTS = 4  # of a round
 WARM_UP_ROUNDS = 1
+POLL_SECONDS = 0.1
 DRAIN_SECONDS = 45.0  # that a cell may take beyond its time
 ROUTER_STEPS = 100  # of a turn
 
@@ -129,6 +130,12 @@ class RouterProcess:
     def end(self) -> None:
         self._process.kill()
         self._process.wait()
+
+
+def settle(endpoint: Endpoint) -> None:
+    """Waits until a service has captured all its CUDA graphs, which it does while it has no requests."""
+    while uvloop.run(endpoint.get("/load"))["num_missing_graphs"]:
+        time.sleep(POLL_SECONDS)
 
 
 def ask_all(endpoint: Endpoint, model: str, asks: Sequence[Ask], clients: int) -> list[Answer]:
@@ -330,6 +337,8 @@ def main() -> None:
             with ExitStack() as stack:
                 servers = {side: stack.enter_context(tree.server(arguments)) for side, tree in trees.items()}
                 endpoints = {side: Endpoint(own.url, None, ANSWER_SECONDS) for side, own in servers.items()}
+                for endpoint in endpoints.values():
+                    settle(endpoint)
                 if options.rounds:
                     measure_http(endpoints, options, partial(save, "http"))
                 if options.cells:
