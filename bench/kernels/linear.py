@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from bench.common.report import Spread, alternate, parser, print_json, print_machine, print_table, refuse
-from lightkv.integrations.weights.humming import HummingProduct, LibraryTensors
+from lightkv.integrations.weights.humming import HummingProduct, LibraryTensors, in_order
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.layers.int4_linear import (
     MAX_TOKENS,
@@ -83,7 +83,8 @@ def int4_weight(num_rows: int, dim: int) -> HummingProduct:
     """Returns random numbers of 4 bits, as the library holds them."""
     words = torch.randint(-(2**31), 2**31, (num_rows, dim // 8), device="cuda").int()
     scales = torch.rand(num_rows, dim // GROUP, device="cuda").bfloat16() * dim**-0.5
-    return HummingProduct(LibraryTensors("uint4", words, scales, (1, GROUP)), None, torch.bfloat16)
+    tensors = LibraryTensors("uint4", words, scales, (1, GROUP))
+    return HummingProduct(in_order(tensors, None, torch.bfloat16))
 
 
 def measure_int4(num_tokens: int, weights: list[HummingProduct]) -> dict[str, Spread]:

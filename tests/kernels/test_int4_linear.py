@@ -10,6 +10,7 @@ from lightkv.integrations.weights.humming import (
     HummingProduct,
     LibraryTensors,
     has_known_order,
+    in_order,
     words_of,
 )
 from lightkv.triton_kernels.layers.int4_linear import (
@@ -129,7 +130,7 @@ def test_few_tokens_equal_the_numbers_and_the_library(
     packed = LibraryTensors(
         "uint4", words_of(numbers, 1), scales, (1, group), None if given is None else words_of(given, 0)
     )
-    product = HummingProduct(packed, bias, dtype)
+    product = HummingProduct(in_order(packed, bias, dtype))
     assert product._few is not None
     weight = _dense(numbers, scales, given)
     for num_tokens in (1, 2, 5, MAX_TOKENS):
@@ -153,7 +154,7 @@ def test_products_in_a_graph_read_what_the_one_before_wrote() -> None:
     for num_rows, dim in ((4096, 4096), (4096, 4096), (8192, 4096), (4096, 8192)):
         numbers, _, scales = _numbers(num_rows, dim, 128, "cuda")
         packed = LibraryTensors("uint4", words_of(numbers, 1), scales.bfloat16(), (1, 128))
-        products.append(HummingProduct(packed, None, torch.bfloat16))
+        products.append(HummingProduct(in_order(packed, None, torch.bfloat16)))
     x = torch.zeros(3, 4096, device="cuda", dtype=torch.bfloat16)
 
     def chain(rows: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,6 @@ from typing import Protocol, Self, runtime_checkable
 from torch import Size, Tensor
 from torch.nn import functional
 
-from .humming import HummingProduct, can_multiply
 from .quantised import QuantisedWeight
 
 
@@ -32,16 +31,14 @@ class QuantisedExperts:
     them as `[E, K, N]`, which is the shape that is told then.
 
     Args:
-        of: is let go of where the library multiplies.
+        of: gets the form in which the library multiplies it, where it does.
     """
 
     def __init__(self, of: QuantisedWeight, num: int, is_transposed: bool) -> None:
         num_rows, num_columns = of.shape[0] // num, of.shape[1]
         self.shape = Size((num, num_columns, num_rows) if is_transposed else (num, num_rows, num_columns))
-        self._is_transposed, self._dtype = is_transposed, of.dtype
-        self._of: QuantisedWeight | HummingProduct = of
-        if can_multiply(num_columns, of.tensors.data, of.dtype):
-            self._of = HummingProduct(of.library_tensors(), None, of.dtype, num)
+        self._is_transposed, self._of = is_transposed, of
+        of.place(num)
 
     @property
     def nbytes(self) -> int:
@@ -50,15 +47,15 @@ class QuantisedExperts:
 
     def dense(self) -> Tensor:
         """Returns the weights in the shape that is told."""
-        found = self._of.dense()
-        if isinstance(self._of, QuantisedWeight):
-            found = found.view(self.shape[0], -1, found.shape[1])
+        dense = self._of.dense()
+        found = dense.view(self.shape[0], -1, dense.shape[-1])
         return found.transpose(1, 2) if self._is_transposed else found
 
     def matmul(self, x: Tensor, offsets: Tensor) -> Tensor:
         """Returns the products `[R, N]` of rows x `[R, K]` with the weights of their experts. `offsets`: int32
         `[E]`, the end of each expert's rows. Rows behind the last one's are undefined."""
-        if isinstance(self._of, HummingProduct):
-            return self._of.matmul(x.to(self._dtype), None, offsets)
+        rows, product = x.to(self._of.dtype), self._of.product
+        if product is not None:
+            return product.matmul(rows, None, offsets)
         weights = self.dense() if self._is_transposed else self.dense().transpose(1, 2)
-        return functional.grouped_mm(x.to(self._dtype), weights, offs=offsets)
+        return functional.grouped_mm(rows, weights, offs=offsets)

@@ -47,66 +47,93 @@ class LibraryTensors(NamedTuple):
     zeros: Tensor | None = None
 
 
-class HummingProduct:
-    """A weight `[N, K]` on a GPU, or the weights of experts, the rows of one behind those of another.
+class OrderedTensors(NamedTuple):
+    """A weight, or the weights of experts, in the order of the library, which `config` describes.
 
-    Args:
-        weight: what is copied into the order of the library.
-        bias: `[N]`, or None.
-        dtype: of inputs and outputs, float16 or bfloat16.
-        num_experts: whose rows the weight has; 0: it is one weight.
+    `tensors`: the numbers on a GPU, and the others, which are small, on the CPU: on the GPU they could come to
+    lie in memory that the weight had before, of which torch could then give nothing back. `bias`: as it was.
+    `kind`: as in `LibraryTensors`. `shape`: `(N, K)`. `num_experts`: 0 for one weight. `dtype`: of inputs and
+    outputs.
     """
 
-    def __init__(
-        self, weight: LibraryTensors, bias: Tensor | None, dtype: torch.dtype, num_experts: int = 0
-    ) -> None:
-        from humming import ops
-        from humming.schema import HummingWeightSchema
-        from humming.transform import (
-            prepare_fp16_e8m0_scale,
-            prepare_layer_config,
-            transform_humming_tensors,
-        )
+    config: Any
+    tensors: dict[str, Tensor]
+    bias: Tensor | None
+    kind: str
+    shape: tuple[int, int]
+    num_experts: int
+    dtype: torch.dtype
 
-        self.device = weight.numbers.device
-        bits = 8 if weight.kind.startswith("float8") else 4
-        num_columns = weight.numbers.shape[1] * 32 // bits
-        self._num_experts, self._num_columns, self._dtype = num_experts, num_columns, dtype
-        self._num_rows = len(weight.numbers) // max(1, num_experts)
-        tensors = {"weight": weight.numbers, "weight_scale": weight.scales}
-        if weight.zeros is not None:
-            tensors["zero_point"] = weight.zeros
-        if bias is not None:
-            tensors["bias"] = bias.to(dtype)
-        if num_experts:
-            tensors = {name: one.view(num_experts, -1, one.shape[1]) for name, one in tensors.items()}
-        rows_of_scale, columns_of_scale = weight.block
-        schema = HummingWeightSchema(
-            b_dtype=weight.kind,
-            bs_dtype=_NAMES[weight.scales.dtype],
-            weight_scale_group_size=columns_of_scale,
-            weight_scale_group_size_n=rows_of_scale if columns_of_scale and rows_of_scale > 1 else 0,
-            has_zero_point=weight.zeros is not None,
-        )
-        config = prepare_layer_config(
-            self._num_rows,
-            num_columns,
-            schema,
-            num_experts=num_experts,
-            pad_n_to_multiple=_ROWS,
-            has_bias=bias is not None,
-            torch_dtype=dtype,
-            device=self.device,
-            tensors=tensors,
-        )
-        config, tensors = prepare_fp16_e8m0_scale(config, tensors)
-        self._tensors = _alone(transform_humming_tensors(config, tensors))
+
+def in_order(
+    weight: LibraryTensors, bias: Tensor | None, dtype: torch.dtype, num_experts: int = 0
+) -> OrderedTensors:
+    """Copies a weight into the order of the library.
+
+    Args:
+        weight: on a GPU.
+        bias: `[N]`, or None.
+        dtype: of inputs and outputs, float16 or bfloat16.
+        num_experts: whose rows the weight has, one behind another; 0: it is one weight.
+    """
+    from humming.schema import HummingWeightSchema
+    from humming.transform import (
+        prepare_fp16_e8m0_scale,
+        prepare_layer_config,
+        transform_humming_tensors,
+    )
+
+    bits = 8 if weight.kind.startswith("float8") else 4
+    num_rows, num_columns = len(weight.numbers) // max(1, num_experts), weight.numbers.shape[1] * 32 // bits
+    tensors = {"weight": weight.numbers, "weight_scale": weight.scales}
+    if weight.zeros is not None:
+        tensors["zero_point"] = weight.zeros
+    if bias is not None:
+        tensors["bias"] = bias = bias.to(dtype)
+    if num_experts:
+        tensors = {name: one.view(num_experts, -1, one.shape[1]) for name, one in tensors.items()}
+    rows_of_scale, columns_of_scale = weight.block
+    schema = HummingWeightSchema(
+        b_dtype=weight.kind,
+        bs_dtype=_NAMES[weight.scales.dtype],
+        weight_scale_group_size=columns_of_scale,
+        weight_scale_group_size_n=rows_of_scale if columns_of_scale and rows_of_scale > 1 else 0,
+        has_zero_point=weight.zeros is not None,
+    )
+    config = prepare_layer_config(
+        num_rows,
+        num_columns,
+        schema,
+        num_experts=num_experts,
+        pad_n_to_multiple=_ROWS,
+        has_bias=bias is not None,
+        torch_dtype=dtype,
+        device=weight.numbers.device,
+        tensors=tensors,
+    )
+    config, tensors = prepare_fp16_e8m0_scale(config, tensors)
+    tensors = transform_humming_tensors(config, tensors)
+    moved = {name: one if name == "weight" else one.cpu() for name, one in tensors.items()}
+    return OrderedTensors(config, moved, bias, weight.kind, (num_rows, num_columns), num_experts, dtype)
+
+
+class HummingProduct:
+    """The product with a weight that is in the order of the library. Nothing else should hold the weight as it
+    was before."""
+
+    def __init__(self, ordered: OrderedTensors) -> None:
+        from humming import ops
+
+        config, tensors, bias, kind, shape, self._num_experts, self._dtype = ordered
+        (self._num_rows, self._num_columns), self.device = shape, tensors["weight"].device
+        torch.cuda.empty_cache()
+        self._tensors = {name: one.to(self.device) for name, one in tensors.items()}
         # The arguments of `int4_linear`, where it multiplies a few tokens.
         self._few: tuple[Int4Tensors, Tensor | None, Tensor] | None = None
-        if weight.kind == "uint4" and not num_experts and has_known_order(self.device):
+        if kind == "uint4" and not self._num_experts and has_known_order(self.device):
             words, held_scales = self._tensors["weight"], self._tensors["weight_scale"]
             held = Int4Tensors(words, held_scales, self._tensors.get("zero_point"))
-            self._few = held, tensors.get("bias"), tickets_for(self._num_rows, self.device)
+            self._few = held, bias, tickets_for(self._num_rows, self.device)
         self._kernels = _kernels(config, self.device)
         self._locks = torch.zeros(_NUM_LOCKS, dtype=torch.int32, device=self.device)
         ops.utils.init_humming_launcher()
@@ -156,16 +183,6 @@ class HummingProduct:
                 **self._tensors,
             )
         return out
-
-
-def _alone(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the tensors of a weight in memory of their own, and lets go of what was used to make them. Scales
-    are small, and may lie in a large piece of freed memory, which torch could not give back."""
-    moved = {name: one if name == "weight" else one.cpu() for name, one in tensors.items()}
-    device = tensors["weight"].device
-    tensors.clear()
-    torch.cuda.empty_cache()
-    return {name: one.to(device) for name, one in moved.items()}
 
 
 @cache

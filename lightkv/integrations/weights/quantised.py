@@ -21,7 +21,7 @@ from lightkv.triton_kernels.layers.quantised_linear import (
     quantised_linear,
 )
 
-from .humming import HummingProduct, LibraryTensors, can_multiply
+from .humming import HummingProduct, LibraryTensors, can_multiply, in_order
 
 # The element types and the shapes that a tensor may have; any of several of these.
 Kinds = tuple[tuple[tuple[str, ...], tuple[tuple[int, ...], ...]], ...]
@@ -60,7 +60,7 @@ class Format(Protocol):
 class QuantisedWeight(ABC):
     """A weight `[N, K]` that is held as `tensors`, on one device, and multiplied in `dtype`. A subclass says
     what the numbers are, and may multiply many tokens in its own way. `by_library`: whether the library
-    multiplies it where it is installed. `has_kernels`: whether `quantised_linear` reads it."""
+    multiplies it where it is installed, as `product`. `has_kernels`: whether `quantised_linear` reads it."""
 
     by_library: ClassVar[bool] = False
     has_kernels: ClassVar[bool] = True
@@ -69,7 +69,7 @@ class QuantisedWeight(ABC):
         self.tensors, self.bias, self.dtype = tensors, bias, dtype
         self.shape = torch.Size((len(tensors.data), tensors.num_columns))
         self._tickets = tickets_for(tensors.data) if tensors.data.is_cuda and self.has_kernels else None
-        self._product: HummingProduct | None = None
+        self.product: HummingProduct | None = None
 
     @classmethod
     def join(cls, weights: Sequence[Any]) -> Self | None:
@@ -129,8 +129,8 @@ class QuantisedWeight(ABC):
     @property
     def nbytes(self) -> int:
         """The bytes of the numbers, the scales and the biases."""
-        if self._product is not None:
-            return self._product.nbytes
+        if self.product is not None:
+            return self.product.nbytes
         return sum(one.nbytes for one in (*self.tensors[:3], self.bias) if one is not None)
 
     @abstractmethod
@@ -139,7 +139,7 @@ class QuantisedWeight(ABC):
 
     def dense(self) -> Tensor:
         """Returns the weight, `[N, K]` of its dtype: the reference of every product."""
-        return self.made_dense() if self._product is None else self._product.dense()
+        return self.made_dense() if self.product is None else self.product.dense()
 
     def made_dense(self) -> Tensor:
         """Returns the weight that `tensors` stand for."""
@@ -154,8 +154,8 @@ class QuantisedWeight(ABC):
     def matmul(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """Returns x · weight^T + bias of x `[..., K]`: `[..., N]`, in `out` if that is given. A GPU multiplies
         a few tokens by kernels that read the numbers; a CPU multiplies with the dense weight."""
-        if self._product is not None:
-            return self._product.matmul(x, out)
+        if self.product is not None:
+            return self.product.matmul(x, out)
         if self.tensors.data.is_meta:
             return x.new_empty((*x.shape[:-1], self.shape[0]))
         if self._tickets is not None:
@@ -167,16 +167,18 @@ class QuantisedWeight(ABC):
         y = rows.view(*x.shape[:-1], self.shape[0])
         return y if out is None else out.copy_(y)
 
-    def place(self) -> bool:
-        """Gives the weight the form in which the library multiplies it, where it does, and lets go of the
-        other. Returns whether it did. A weight is not joined or divided after that."""
-        tensors = self.tensors
-        fits = self.by_library and can_multiply(self.shape[1], tensors.data, self.dtype)
-        if self._product is not None or not fits:
+    def place(self, num_experts: int = 0) -> bool:
+        """Gives the weight, or that of so many experts, the form in which the library multiplies it, where it
+        does, and lets go of the other. Returns whether it did. A weight is not joined or divided after that."""
+        is_ours = not self.by_library and not num_experts
+        fits = can_multiply(self.shape[1], self.tensors.data, self.dtype)
+        if is_ours or self.product is not None or not fits:
             return False
-        self._product = HummingProduct(self.library_tensors(), self.bias, self.dtype)
-        nothing = tensors.data.new_empty((0, tensors.data.shape[1]))
-        self.tensors = tensors._replace(data=nothing, scales=tensors.scales[:0].clone(), zeros=None)
+        ordered = in_order(self.library_tensors(), self.bias, self.dtype, num_experts)
+        self.tensors = self.tensors._replace(
+            data=self.tensors.data[:0].clone(), scales=self.tensors.scales[:0].clone(), zeros=None
+        )
+        self.product = HummingProduct(ordered)
         return True
 
     def library_tensors(self) -> LibraryTensors:
