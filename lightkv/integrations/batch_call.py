@@ -11,7 +11,7 @@ from lightkv.layer_groups import LayerGroups
 from lightkv.ledger.sequence import Sequence
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.memory.staging import upload
-from lightkv.memory.token_table import TokenTable
+from lightkv.memory.token_table import TokenTable, packed_ranges
 
 
 class ModelCall(NamedTuple):
@@ -102,7 +102,8 @@ def gather_step(
     seen = _seen_entries(table, rows, call.padding, width)
     _, starts, counts = zip(*parts, strict=True)
     entries = table.entries([rows[part.row] for part in parts], starts, counts)
-    source = _sources(parts, call.padding, first, width - first)
+    firsts = [row * (width - first) + call.padding[row] + start - first for row, start, _ in parts]
+    source = packed_ranges(np.array(firsts), np.array(counts))
     positions = np.maximum(np.arange(first, width) - np.array(call.padding, dtype=np.int64)[:, None], 0)
     first_seen = _first_seen_columns(memory.pool.spec.groups, rows, parts, call.padding)
     source_there, entries_there, seen_there, positions_there, first_there = upload(
@@ -141,17 +142,6 @@ def _seen_entries(table: TokenTable, rows: list[int], padding: list[int], width:
     first, row = (np.array(numbers, dtype=np.int64)[:, None] for numbers in (padding, rows))
     columns = np.arange(width)
     return np.where(columns < first, 0, row * table.max_entries + columns - first)
-
-
-def _sources(parts: list[Part], padding: list[int], first: int, num_columns: int) -> np.ndarray:
-    """Returns the places of the tokens of `parts` among `num_columns` columns from `first`, flattened.
-
-    int64, packed.
-    """
-    starts = [row * num_columns + padding[row] + start - first for row, start, _ in parts]
-    return np.concatenate(
-        [np.arange(start, start + part.num_tokens) for start, part in zip(starts, parts, strict=True)]
-    )
 
 
 def select(cache: KVCache, sequences: list[Sequence], order: list[int]) -> list[Sequence]:

@@ -166,16 +166,12 @@ class LedgerState:
         del self.sequences[row]
         self.free_rows.append(row)
         for namespace in sequence.namespaces:
-            self._clear(namespace)
+            cleared = self.tree.roots.get(namespace)
+            for segment in cleared.below() if cleared is not None else ():
+                self._trim(segment, 0)
         for other in sequence.leave():
             self.free_range(other.row, other.shared, other.length)
             self.close(other)
-
-    def _clear(self, namespace: Namespace) -> None:
-        """Frees what is cached in a namespace, in which no sequence is open."""
-        root = self.tree.roots.get(namespace)
-        for segment in root.below() if root is not None else ():
-            self._trim(segment, 0)
 
     # Entries of rows
 

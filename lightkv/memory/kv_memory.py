@@ -277,8 +277,10 @@ class KVMemory:
             if not first.cls:
                 end = sum(first.counts)
                 allocated = slots[end - pending.num_last : end]
-        for taken in pending.reuses:
-            self._reuse(taken)
+        for taken in pending.reuses:  # the newest entries of rows get the slots of those that have passed
+            step = self._reused[taken.cls] = self._moved_on(self._reused.get(taken.cls), [taken])
+            where = self.table.all_rows, step.rows_on_device, step.positions
+            self._reuse_entries(*where, self._distances[taken.cls])
         if pending.stored[0]:
             torch._foreach_copy_(*pending.stored)
         return allocated
@@ -424,7 +426,11 @@ class KVMemory:
     def _grow(self, allocs: Sequence[Sequence[_Taken]]) -> torch.Tensor:
         """Allocates the slots of each of these lists. Returns those of the last."""
         steps = [all(edit.counts.count(1) == len(edit.rows) for edit in together) for together in allocs]
-        places = [self._step_entries(allocs[0])] if steps == [True] else self._prompt_entries(allocs)
+        if steps == [True]:  # of a decode step, which uploads nothing if it follows the one before
+            step = self._step = self._moved_on(self._step, allocs[0])
+            places = [TableEntries(self.table.all_rows, step.positions, step.rows_on_device)]
+        else:
+            places = self._prompt_entries(allocs)
         for is_step, where in zip(steps, places, strict=True):
             # More than one token each means prompts, which are read fastest from adjacent slots.
             slots = self.allocator.alloc(len(where.positions), contiguous=not is_step, entries=where)
@@ -442,11 +448,6 @@ class KVMemory:
                 ]
             arrays.append(np.concatenate(places))
         return [TableEntries(table.all_rows, entries) for entries in upload(arrays, self.device)]
-
-    def _step_entries(self, allocs: Sequence[_Taken]) -> TableEntries:
-        """Returns where a decode step's slots go. Uploads nothing if the step follows the one before."""
-        step = self._step = self._moved_on(self._step, allocs)
-        return TableEntries(self.table.all_rows, step.positions, step.rows_on_device)
 
     def _moved_on(self, step: _Step | None, taken: Sequence[_Taken]) -> _Step:
         """Returns the step that takes these entries, one of each row. It is uploaded unless it follows
@@ -469,12 +470,6 @@ class KVMemory:
             step = _Step(rows, starts, *there)
         step.next_starts = [tuple(map((1).__add__, begin)) for begin in starts]
         return step
-
-    def _reuse(self, taken: _Taken) -> None:
-        """Gives the newest entries of rows the slots of those that have passed."""
-        step = self._reused[taken.cls] = self._moved_on(self._reused.get(taken.cls), [taken])
-        distance = self._distances[taken.cls]
-        self._reuse_entries(self.table.all_rows, step.rows_on_device, step.positions, distance)
 
     def _keep(self, edit: KeepEntries, entries: torch.Tensor) -> torch.Tensor:
         """Keeps `entries` of the range and returns the slots of the others, which are to be freed."""

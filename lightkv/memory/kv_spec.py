@@ -191,7 +191,9 @@ class KVSpec:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token in all layers, with its scales."""
-        return sum(map(self._layer_bytes, filter(self._holds, range(self.num_layers))))
+        layers = [layer for layer in range(self.num_layers) if self._holds(layer)]
+        of_heads = [(self.heads(layer), self.format_of(layer)) for layer in layers]
+        return sum([one.num_kv_heads * kind.head_bytes(*one[1:], self.dtype) for one, kind in of_heads])
 
     @cached_property
     def bytes_per_slot(self) -> int:
@@ -238,12 +240,6 @@ class KVSpec:
 
     def _holds(self, layer_idx: int) -> bool:
         return self.holder(layer_idx) == layer_idx
-
-    def _layer_bytes(self, layer_idx: int) -> int:
-        """Returns the bytes of one token in a layer, with its scales."""
-        heads = self.heads(layer_idx)
-        of_head = self.format_of(layer_idx).head_bytes(heads.k_dim, heads.v_dim, self.dtype)
-        return heads.num_kv_heads * of_head
 
     def _row_bytes(self, layer_idx: int) -> int:
         """Returns the bytes of one token in a layer, without its scales."""

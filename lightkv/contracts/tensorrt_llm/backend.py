@@ -92,9 +92,11 @@ class AttentionBackend:
 
     @qkv_bias.setter
     def qkv_bias(self, bias: torch.Tensor | None) -> None:
-        made = (
-            NO_BIASES if bias is None else _qkv_biases(bias, self.num_heads, self.num_kv_heads, self.head_dim)
-        )
+        made = NO_BIASES
+        if bias is not None:
+            num_heads, num_kv_heads, head_dim = self.num_heads, self.num_kv_heads, self.head_dim
+            _BIAS.check({"n": (num_heads + 2 * num_kv_heads) * head_dim}, qkv_bias=bias)
+            made = Biases(*split_qkv(bias.detach(), num_heads, num_kv_heads, head_dim))
         self._qkv_bias, self._biases = bias, made
 
     @classmethod
@@ -186,13 +188,13 @@ class AttentionBackend:
         return found if output is None else output.copy_(found)
 
     def _check_phase(self, args: Any, metadata: AttentionMetadata) -> None:
-        kind, contexts = int(args.attention_input_type), metadata.num_contexts
-        generations = metadata.num_generations
+        kind = AttentionInputType(int(args.attention_input_type))
+        contexts, generations = metadata.num_contexts, metadata.num_generations
         missing = {AttentionInputType.context_only: generations, AttentionInputType.generation_only: contexts}
-        if missing.get(AttentionInputType(kind), 0):
+        if missing.get(kind, 0):
             raise ValueError(
-                f"attention_input_type is {AttentionInputType(kind).name} in a batch of {contexts} contexts "
-                f"and {generations} generations: give the whole batch's tokens in one call, as mixed"
+                f"attention_input_type is {kind.name} in a batch of {contexts} contexts and {generations} "
+                "generations: give the whole batch's tokens in one call, as mixed"
             )
 
     def _split(
@@ -421,14 +423,6 @@ def _to_fp8(out: torch.Tensor, out_scale: torch.Tensor | None) -> torch.Tensor:
             raise ValueError(f"out_scale has {out_scale.numel()} numbers; give one for the whole output")
         scaled = scaled * out_scale.to(out.device, torch.float32)
     return scaled.clamp_(-LARGEST_FP8, LARGEST_FP8).to(FP8)
-
-
-def _qkv_biases(bias: torch.Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> Biases:
-    """Returns views of a fused projection's bias, `[(num_heads + 2 * num_kv_heads) * head_dim]`: for each head
-    and dim of q, K and V. Raises ValueError for another shape, for one that is not contiguous, and for one of
-    no floating type."""
-    _BIAS.check({"n": (num_heads + 2 * num_kv_heads) * head_dim}, qkv_bias=bias)
-    return Biases(*split_qkv(bias.detach(), num_heads, num_kv_heads, head_dim))
 
 
 def _biased(heads: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -88,10 +88,6 @@ class _MaskRule:
     def __radd__(self, other: Any) -> Any:
         raise LightKVError("it changes its attention mask (by adding it to another)")
 
-    def hides_later(self, device: torch.device) -> bool:
-        """Returns whether a query may not attend to the key after its own."""
-        return self.sees(_FAR, [_FAR + 1], device) == [False]
-
     def sees(self, query: int, keys: list[int], device: torch.device) -> list[bool]:
         """Returns, for each position in `keys`, whether a query at position `query` may attend to it."""
         zero = torch.zeros((), dtype=torch.int64, device="cpu" if device.type == "meta" else device)
@@ -140,7 +136,8 @@ class _ShapeRecorder:
         if causal is None:
             causal = getattr(call.module, "is_causal", True)
         # BigBird-Pegasus leaves it to the mask.
-        if not causal and not (isinstance(call.mask, _MaskRule) and call.mask.hides_later(call.q.device)):
+        rule = call.mask if isinstance(call.mask, _MaskRule) else None
+        if not causal and (rule is None or rule.sees(_FAR, [_FAR + 1], call.q.device) == [True]):
             raise self._unsupported("its attention is not causal")
         sink_logits = self._sink_logits(arguments.pop("s_aux", None), call)
         alibi_slopes = arguments.pop("alibi_slopes", None)
@@ -148,8 +145,8 @@ class _ShapeRecorder:
         if unknown := given - _HARMLESS:
             raise self._unsupported(f"its attention takes {', '.join(sorted(unknown))}, unknown here")
         chunk = 0
-        if isinstance(call.mask, _MaskRule):
-            window, chunk = self._seen(call.mask, int(window), call)
+        if rule is not None:
+            window, chunk = self._seen(rule, int(window), call)
         elif call.mask is not None:
             raise self._unsupported("it makes an attention mask of its own")
         variants = (
