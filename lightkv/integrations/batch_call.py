@@ -7,7 +7,6 @@ import torch
 
 from lightkv.errors import OutOfRows
 from lightkv.kv_cache import KVCache
-from lightkv.layer_groups import LayerGroups
 from lightkv.ledger.sequence import Sequence
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.memory.staging import upload
@@ -105,7 +104,10 @@ def gather_step(
     firsts = [row * (width - first) + call.padding[row] + start - first for row, start, _ in parts]
     source = packed_ranges(np.array(firsts), np.array(counts))
     positions = np.maximum(np.arange(first, width) - np.array(call.padding, dtype=np.int64)[:, None], 0)
-    first_seen = _first_seen_columns(memory.pool.spec.groups, rows, parts, call.padding)
+    # The first column that any token sees that the step computes of a row, int64 `[groups, rows]`.
+    groups, start_of = memory.pool.spec.groups, {rows[part.row]: part.start for part in parts}
+    of_classes = [[one.lifetime.rule.first_seen(start_of[row]) for row in rows] for one in groups.classes]
+    first_seen = (np.array(of_classes, np.int64) + np.array(call.padding)).repeat(groups.widths, axis=0)
     source_there, entries_there, seen_there, positions_there, first_there = upload(
         [source, entries, seen.reshape(-1), positions.reshape(-1), first_seen.reshape(-1)],
         call.input_ids.device,
@@ -119,16 +121,6 @@ def gather_step(
     # no mask hides.
     seen_slots.masked_fill_(columns < first_there.view(*first_seen.shape, 1), 0)
     return GatheredStep(source_there, slots, seen_slots), first, positions_there.view(len(rows), -1)
-
-
-def _first_seen_columns(
-    groups: LayerGroups, rows: list[int], parts: list[Part], padding: list[int]
-) -> np.ndarray:
-    """Returns the first column that any token sees that a step computes of a row, int64 `[groups, rows]`."""
-    start_of = {rows[part.row]: part.start for part in parts}
-    starts = [start_of[row] for row in rows]
-    seen = [[one.lifetime.rule.first_seen(start) for start in starts] for one in groups.classes]
-    return (np.array(seen, dtype=np.int64) + np.array(padding)).repeat(groups.widths, axis=0)
 
 
 def seen_by_rows(table: TokenTable, rows: list[int], padding: list[int], width: int) -> torch.Tensor:

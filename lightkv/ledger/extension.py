@@ -281,7 +281,9 @@ def release(state: LedgerState, sequence: Sequence, count: int, sink_tokens: int
     length, shared, end = sequence.length, sequence.shared, sink_tokens + count
     if count < 0 or sink_tokens < 0 or end > length:
         raise ValueError(f"cannot drop {count} tokens after {sink_tokens}, of {length}")
-    sequence.gap.require_start(sink_tokens)
+    gap = sequence.gap
+    if gap.dropped and (sink_tokens > gap.start or (sink_tokens < gap.start and gap.node is not None)):
+        raise ValueError(f"{gap.start} sinks were kept so far; {sink_tokens} cannot be from now on")
     if not count:
         return 0
     before = state.num_free

@@ -35,11 +35,6 @@ class Gap(NamedTuple):
     dropped: int = 0
     node: Segment | None = None
 
-    def require_start(self, start: int) -> None:
-        """Raises ValueError where the next tokens to be dropped cannot begin after the first `start`."""
-        if self.dropped and (start > self.start or (start < self.start and self.node is not None)):
-            raise ValueError(f"{self.start} sinks were kept so far; {start} cannot be from now on")
-
     def widened(self, start: int, count: int) -> "Gap":
         """Returns the gap once `count` more tokens are dropped, and the first `start` ones stay."""
         return Gap(start, self.dropped + count, self.node)

@@ -30,8 +30,13 @@ def fix_positions(model: PreTrainedModel) -> None:
     """
     if has_positions(model):
         return
-    for layer in _counting_layers(model):
-        layer.register_forward_pre_hook(_CountGiven(cache_name(layer)), with_kwargs=True)
+    for layer in model.modules():
+        # Whose attention scales queries by their place, by transformers' names for it.
+        if any(
+            getattr(child, "attn_temperature_tuning", False) and not getattr(child, "use_rope", False)
+            for child in layer.children()
+        ):
+            layer.register_forward_pre_hook(_CountGiven(cache_name(layer)), with_kwargs=True)
     embeddings, first = counting_embeddings(model), first_position(model.config)
     if embeddings or first:
         given = _GivenPositions(first, is_named="position_ids" in argument_names(model))
@@ -77,18 +82,6 @@ def require_generated_positions(model: PreTrainedModel) -> None:
         raise UnsupportedModel(name, f"{reason}; LLM and CachedModel run it")
     if counting_embeddings(model):
         raise UnsupportedModel(name, "its forward pass takes no position_ids; LLM and CachedModel run it")
-
-
-def _counting_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Returns the layers whose attention scales queries by their place, by transformers' names for it."""
-    return [
-        module
-        for module in model.modules()
-        if any(
-            getattr(child, "attn_temperature_tuning", False) and not getattr(child, "use_rope", False)
-            for child in module.children()
-        )
-    ]
 
 
 def _hooks_of(module: nn.Module) -> list[int]:

@@ -71,15 +71,12 @@ class PlainWeight:
         if self.is_packed:
             return packed_product(x, self._weight, self.bias)
         if self._tickets is None and out is None:
-            is_few = self.dtype == torch.float32 and 0 < x.numel() <= _FEW_TOKENS * x.shape[-1]
-            return self._of_columns(x) if is_few else functional.linear(x, self._weight, self.bias)
+            if self.dtype != torch.float32 or not 0 < x.numel() <= _FEW_TOKENS * x.shape[-1]:
+                return functional.linear(x, self._weight, self.bias)
+            columns, weight = x.reshape(-1, x.shape[-1]).t(), self._weight
+            y = weight @ columns if self.bias is None else torch.addmm(self.bias[:, None], weight, columns)
+            return y.t().contiguous().view(*x.shape[:-1], -1)
         return linear(x, self._weight, self.bias, self._tickets, out)
-
-    def _of_columns(self, x: Tensor) -> Tensor:
-        """Computes weight · x^T, and returns it as rows."""
-        columns, weight = x.reshape(-1, x.shape[-1]).t(), self._weight
-        y = weight @ columns if self.bias is None else torch.addmm(self.bias[:, None], weight, columns)
-        return y.t().contiguous().view(*x.shape[:-1], -1)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

@@ -57,7 +57,10 @@ class Mamba2:
     def forward(self, x: Tensor, passes: Sequence[StatePass], state: Mapping[str, Tensor]) -> Tensor:
         module, num_heads, head_dim = self.module, len(self.module.A_log), self.module.head_dim
         sizes = num_heads * head_dim, len(module.conv1d.weight), num_heads
-        gate, before, dt = self._project(x).split(sizes, -1)
+        has_factors = hasattr(module, "mup_vector")
+        projected = module.in_proj(x * module.ssm_in_multiplier if has_factors else x)
+        projected = projected * module.mup_vector[0] if has_factors else projected
+        gate, before, dt = projected.split(sizes, -1)
         mixed = torch.zeros_like(before)
         for one in passes:
             convolve(module.conv1d, before, one, state["convolution"], module.activation, mixed)
@@ -74,12 +77,6 @@ class Mamba2:
         # Some models of Falcon-H1 have a gate and no norm.
         gated = y * functional.silu(gate) if isinstance(module.norm, nn.Identity) else module.norm(y, gate)
         return cast(Tensor, module.out_proj(gated))
-
-    def _project(self, x: Tensor) -> Tensor:
-        module = self.module
-        if not hasattr(module, "mup_vector"):
-            return cast(Tensor, module.in_proj(x))
-        return cast(Tensor, module.in_proj(x * module.ssm_in_multiplier) * module.mup_vector[0])
 
 
 KINDS = dict.fromkeys(
