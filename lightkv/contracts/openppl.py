@@ -186,7 +186,11 @@ def _write_and_attend(
     num_whole = 0 if is_alibi else decoding_batches if is_causal else len(start_pos)
     options, lengths = DEFAULT_OPTIONS.plus(alibi, mask), kvstarts.diff().int()
     step = _Step(_loadable(query), seqstarts.int(), lengths, options, num_whole)
-    of_layer.write(_slots_of_queries(slots, seqstarts, start_pos, len(query)), current_key, current_value)
+    tokens = torch.arange(len(query), device=seqstarts.device)
+    sequences = torch.searchsorted(seqstarts[1:].contiguous(), tokens, right=True)
+    sequences = sequences.clamp(max=len(start_pos) - 1)
+    own_slots = slots.find(sequences, start_pos[sequences] + tokens - seqstarts[sequences])
+    of_layer.write(own_slots, current_key, current_value)
     if in_torch:
         _attend_in_torch(step, of_layer, slots, out)
     else:
@@ -206,14 +210,6 @@ class _Step(NamedTuple):
     lengths: Tensor  # int32 [B], the tokens of each sequence
     options: AttentionOptions
     num_whole: int  # the first sequences, whose queries see all of their tokens
-
-
-def _slots_of_queries(slots: Slots, seqstarts: Tensor, start_pos: Tensor, num_queries: int) -> Tensor:
-    """Returns the slots, int64 `[S]`, to which the K/V of the queries is written."""
-    queries = torch.arange(num_queries, device=seqstarts.device)
-    sequences = torch.searchsorted(seqstarts[1:].contiguous(), queries, right=True)
-    sequences = sequences.clamp(max=len(start_pos) - 1)
-    return slots.find(sequences, start_pos[sequences] + queries - seqstarts[sequences])
 
 
 def _attend_with_kernels(step: _Step, kv: PagedKV, max_seqlen: int, out: Tensor) -> None:

@@ -61,7 +61,9 @@ def load_config(directory: Path) -> PreTrainedConfig:
         # transformers writes out some fields for every layer; a wrong number would use up all memory.
         for fields in _objects(raw):
             wrong = [name for name in _LAYER_COUNTS if not _is_layer_count(fields.get(name))]
-            wrong += [name for name in _TOWER_COUNTS if _is_too_many(fields.get(name))]
+            wrong += [
+                name for name in _TOWER_COUNTS if type(n := fields.get(name)) is int and n > _MAX_LAYERS
+            ]
             if wrong:
                 raise ValueError(f"{wrong[0]} is {fields[wrong[0]]!r}, and can be 1 to {_MAX_LAYERS}")
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -94,7 +96,7 @@ def check_supported(config: PreTrainedConfig) -> None:
     named = getattr(config, "architectures", None) or []
     wraps = is_wrapper(config)
     known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)] if known else None
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)] if known else None
     if wraps:
         model_class = wrapper_class(config)
     own_name = getattr(model_class, "__name__", config.model_type)
@@ -137,18 +139,13 @@ def check_supported(config: PreTrainedConfig) -> None:
     layer_types = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or []
     if other := set(layer_types) - (_ATTENTION_TYPES | _OTHER_TYPES if keeps_known else _ATTENTION_TYPES):
         refuse(f"it has layers of type {', '.join(sorted(other))}")
-    is_adapted = getattr(model_class, "__name__", "") in FAMILIES
-    if not (wraps or is_adapted or _looks_attention_up(model_class)):
+    is_known = wraps or getattr(model_class, "__name__", "") in FAMILIES
+    # Some classes whose attention is looked up lack the first of these names.
+    if not (
+        is_known or model_class._supports_attention_backend or model_class._can_set_attn_implementation()
+    ):
         code = "its transformers code does not support other attention functions (AttentionInterface)"
         refuse(f"{code}, and lightkv has no adapter for it")
-
-
-def _looks_attention_up(model_class: Any) -> bool:
-    """Returns whether the attention function of a class of models can be another one, as transformers says.
-
-    Some classes whose attention is looked up lack the first of the names.
-    """
-    return bool(model_class._supports_attention_backend or model_class._can_set_attn_implementation())
 
 
 def _check_text(text: PreTrainedConfig, refuse: Callable[[str], NoReturn]) -> None:
@@ -283,10 +280,6 @@ def _objects(value: dict[str, Any]) -> Iterator[dict[str, Any]]:
         fields = found.pop()
         yield fields
         found += [part for part in fields.values() if isinstance(part, dict)]
-
-
-def _is_too_many(value: Any) -> bool:
-    return type(value) is int and value > _MAX_LAYERS
 
 
 def _is_layer_count(value: Any) -> bool:

@@ -165,7 +165,15 @@ class AttentionBackend:
         q, keys, values = self._split(q, k, v, args, metadata)
         options = self._options(args, metadata)
         out_shape = len(q), self.num_heads * self.head_dim
-        output = self._checked_output(args, q, out_shape)
+        output: torch.Tensor | None = args.output
+        wanted = (FP8,) if args.out_scale is not None else (q.dtype, FP8)
+        if output is not None and (
+            output.shape != out_shape or output.dtype not in wanted or output.device != q.device
+        ):
+            raise ValueError(
+                f"output must be {out_shape} of {' or '.join(map(str, wanted))} on {q.device}, got "
+                f"{output.dtype} {tuple(output.shape)} on {output.device}"
+            )
 
         num_tokens = len(q) if step.is_padded else numbers.num_queries
         heads = q[:num_tokens].unflatten(1, (self.num_heads, self.head_dim))
@@ -281,18 +289,6 @@ class AttentionBackend:
             Chunk(self._chunk) if self._chunk else None,
             None if sinks is None else SinkLogits(sinks),
         )
-
-    def _checked_output(self, args: Any, q: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor | None:
-        output: torch.Tensor | None = args.output
-        if output is None:
-            return None
-        wanted = (FP8,) if args.out_scale is not None else (q.dtype, FP8)
-        if output.shape != shape or output.dtype not in wanted or output.device != q.device:
-            raise ValueError(
-                f"output must be {shape} of {' or '.join(map(str, wanted))} on {q.device}, got {output.dtype} "
-                f"{tuple(output.shape)} on {output.device}"
-            )
-        return output
 
     def _views(self, metadata: AttentionMetadata, device: torch.device) -> PageViews:
         buffer, layout = metadata.buffers(self.layer_idx)

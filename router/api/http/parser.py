@@ -70,7 +70,10 @@ class HttpConnection(h11.Connection):
             event = super().next_event()
             if type(event) is h11.Request:
                 self._num_chunks = self._num_bytes = 0
-                _check_end(event)
+                names = {name for name, _ in event.headers}  # in lower case
+                is_ambiguous = b"content-length" in names or event.http_version < b"1.1"
+                if b"transfer-encoding" in names and is_ambiguous:
+                    raise RefusedRequest(_AMBIGUOUS)
             elif type(event) is h11.Data:
                 self._count(event)
         except RefusedRequest as refused:
@@ -102,9 +105,3 @@ class HttpConnection(h11.Connection):
         sent = super().send(event)
         self._is_chunked = b"\r\ntransfer-encoding: chunked\r\n" in sent.lower()
         return sent
-
-
-def _check_end(request: h11.Request) -> None:
-    names = {name for name, _ in request.headers}  # in lower case
-    if b"transfer-encoding" in names and (b"content-length" in names or request.http_version < b"1.1"):
-        raise RefusedRequest(_AMBIGUOUS)
