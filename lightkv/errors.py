@@ -9,14 +9,6 @@ from typing import ClassVar
 from lightkv.triton_kernels.layout.slot_flags import describe_flags
 
 
-def how_to_install(extra: str) -> str:
-    """Says how to install the packages of `extra`.
-
-    Always from a checkout: the name lightkv on PyPI is not this project's, so what it brings is not ours.
-    """
-    return f'run pip install ".[{extra}]" in a checkout of lightkv'
-
-
 class LightKVError(Exception):
     """Base of every error that lightkv raises on purpose."""
 
@@ -27,7 +19,9 @@ class MissingExtra(LightKVError, ModuleNotFoundError):
 
     def __init__(self, package: str, extra: str = "router", option: str = "") -> None:
         needs = f"{option} needs the package {package}, which" if option else f"the package {package}"
-        super().__init__(f"{needs} is not installed; {how_to_install(extra)}")
+        # The name lightkv on PyPI is not this project's, so what it brings is not ours.
+        remedy = f'run pip install ".[{extra}]" in a checkout of lightkv'
+        super().__init__(f"{needs} is not installed; {remedy}")
         self.name = package
 
 

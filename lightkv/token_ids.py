@@ -21,7 +21,9 @@ def int32_bytes(token_ids: TokenIds) -> bytes:
         ids = np.asarray(token_ids)
     except ValueError as error:
         raise ValueError("token ids of different lengths: give integers, in one dimension") from error
-    if ids.size and (ids.ndim == 0 or ids.dtype.kind not in "iu") and not _are_too_large(ids):
+    # Python's integers that no type of numpy holds are refused below.
+    are_large = ids.dtype.kind == "O" and all(type(one) is int for one in ids.flat)
+    if ids.size and (ids.ndim == 0 or ids.dtype.kind not in "iu") and not are_large:
         raise TypeError(
             f"token ids are {reprlib.repr(token_ids)}, of type {ids.dtype}: give a list of integers, such as "
             "[1, 2, 3]"
@@ -31,8 +33,3 @@ def int32_bytes(token_ids: TokenIds) -> bytes:
     if ids.size and (ids.min() < 0 or ids.max() >= 2**31):
         raise ValueError(f"token ids from {ids.min()} to {ids.max()}: each is at least 0, and fits 32 bits")
     return ids.astype(np.int32).tobytes()
-
-
-def _are_too_large(ids: np.ndarray) -> bool:
-    """Returns whether these are Python integers that no type of numpy holds."""
-    return ids.dtype.kind == "O" and all(type(one) is int for one in ids.flat)

@@ -6,7 +6,7 @@ outside Python, and building its launcher in C 0.25 s.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -36,24 +36,18 @@ def compile_ahead() -> Iterator[None]:
         found = run(kernel, *args, grid=grid, warmup=True, **named)
         compiled[id(found)] = found
 
-    run = JITFunction.run
+    set_device = None
+    if torch.cuda.is_available():  # the threads' device is that of this one
+        set_device = partial(torch.cuda.set_device, torch.cuda.current_device())
+    num_threads, run = min(MOST_THREADS, os.cpu_count() or 1), JITFunction.run
     JITFunction.run = compile_only
     try:
-        with ThreadPoolExecutor(
-            min(MOST_THREADS, os.cpu_count() or 1), initializer=_device_setter()
-        ) as threads:
+        with ThreadPoolExecutor(num_threads, initializer=set_device) as threads:
             with AsyncCompileMode(threads, ignore_errors=True):  # waits for the threads at its end
                 yield
             list(threads.map(_load, compiled.values()))
     finally:
         JITFunction.run = run
-
-
-def _device_setter() -> Callable[[], None]:
-    """Returns a function that makes this thread's device that of another thread."""
-    if not torch.cuda.is_available():
-        return lambda: None
-    return partial(torch.cuda.set_device, torch.cuda.current_device())
 
 
 def _load(kernel: Any) -> None:

@@ -61,16 +61,10 @@ def block_for(num: int) -> int:
     return next(block for block in (16, 64, 256) if num <= block)
 
 
-def has_early_launch(device: DeviceClass) -> bool:
-    """Returns whether a kernel can be launched while the one before it still runs (programmatic dependent
-    launch)."""
-    return device.major >= 9
-
-
 def early_options(device: torch.device) -> dict[str, Any]:
-    """Returns the options that launch a kernel with a constant EARLY while the one before it still runs, where
-    the device can do that."""
-    return {"EARLY": True, "launch_pdl": True} if has_early_launch(device_class(device)) else {"EARLY": False}
+    """Returns the options that launch a kernel with a constant EARLY while the one before it still runs
+    (programmatic dependent launch), where the device can do that."""
+    return {"EARLY": True, "launch_pdl": True} if device_class(device).major >= 9 else {"EARLY": False}
 
 
 @triton.jit

@@ -47,21 +47,15 @@ class TorchAttention(AttentionBackend):
         return gatherer.read(self.layer_idx, slots)
 
     def _attend(self, q: torch.Tensor, step: Step, out: torch.Tensor) -> None:
-        host, general = step.host, self._is_general or step.mask is not None or not step.lookup.is_plain
+        host, by_bucket = step.host, Window | Chunk | Softcap | SinkLogits
+        is_known = self.options.causal and all(isinstance(one, by_bucket) for one in self.options.variants)
         # Decodes come first: in a static batch, prefills write over the output of unused ones.
-        if general:
+        if not is_known or step.mask is not None or not step.lookup.is_plain:
             self._attend_each(range(host.num_prefills, len(host.rows)), q, step, out)
         elif host.num_decodes:
             decoded = slice(host.first_decode_token, host.first_decode_token + host.num_decodes)
             self._decode(q[decoded], step, out[decoded])
         self._attend_each(range(host.num_prefills), q, step, out)
-
-    @property
-    def _is_general(self) -> bool:
-        """Whether the layer has variants that the path by bucket does not know, or keys after the query are
-        seen."""
-        known = Window | Chunk | Softcap | SinkLogits
-        return not self.options.causal or not all(isinstance(one, known) for one in self.options.variants)
 
     def _attend_each(self, sequences: range, q: torch.Tensor, step: Step, out: torch.Tensor) -> None:
         """Attends sequence by sequence."""

@@ -11,7 +11,6 @@ from lightkv.memory.staging import upload
 from lightkv.triton_kernels import tuning
 from lightkv.triton_kernels.attention.decode import decode_tuning
 from lightkv.triton_kernels.attention.decode.decode_attention import decode_attention
-from lightkv.triton_kernels.attention.lookups import Lookup
 from lightkv.triton_kernels.attention.merge_states import merge_states
 from lightkv.triton_kernels.attention.mixed_attention import MixedPlan, mixed_attention, mixed_plan
 from lightkv.triton_kernels.attention.paged_kv import HeadShape, PagedKV
@@ -91,7 +90,11 @@ class TritonAttention(AttentionBackend):
             return
         kv, q_starts = self.paged_kv(step), step.q_starts[: step.host.num_prefills + 1]
         if step.form.num_sinks and not limits(self.options.variants):
-            kv = kv._replace(lookup=self._rotated(kv.lookup, step))
+            assert self.rotary is not None
+            # Queries of decodes are rotated back for the sinks.
+            plain, inverse, key = kv.lookup, self.rotary.inverse, ("rotated", self.head_dim)
+            rotated = step.plans.get(key, self.layer_idx, lambda: plain.rotated(step.kv_lens, inverse))
+            kv = kv._replace(lookup=rotated)
         q = self._as_stored(q, kv.format, step)
         restored = self._restored(q, kv, q_starts, step)
         if restored is not None:
@@ -110,13 +113,6 @@ class TritonAttention(AttentionBackend):
         if restored is not None:  # after the decodes: prefills write over the output of unused ones
             restored.attend(q, kv, self.options, out, self._fp8_q_scale)
         self._restore_heads(out, kv.format, step)
-
-    def _rotated(self, lookup: Lookup, step: Step) -> Lookup:
-        """Returns the step's lookup for decodes whose queries are rotated back for the sinks."""
-        assert self.rotary is not None
-        inverse = self.rotary.inverse
-        key = "rotated", self.head_dim
-        return step.plans.get(key, self.layer_idx, lambda: lookup.rotated(step.kv_lens, inverse))
 
     def _attend_apart(self, q: torch.Tensor, step: Step, out: torch.Tensor) -> None:
         """Attends from prefills twice: from q to the entries after the sinks, and, rotated back by what its

@@ -182,10 +182,15 @@ def _write_and_attend(
     )
     alibi = Alibi(alibi_slopes(attributes.num_heads, device=query.device)) if is_alibi else None
     mask = None if attn_mask is None else ValueMask(_loadable(attn_mask), columns=kvstarts[:-1].int())
-    num_whole = _num_whole(len(start_pos), decoding_batches, is_causal, is_alibi)
+    # With is_alibi, the authors' bias is -inf for keys after the query, in every sequence.
+    num_whole = 0 if is_alibi else decoding_batches if is_causal else len(start_pos)
     options, lengths = DEFAULT_OPTIONS.plus(alibi, mask), kvstarts.diff().int()
     step = _Step(_loadable(query), seqstarts.int(), lengths, options, num_whole)
-    of_layer.write(_slots_of_queries(slots, seqstarts, start_pos, len(query)), current_key, current_value)
+    tokens = torch.arange(len(query), device=seqstarts.device)
+    sequences = torch.searchsorted(seqstarts[1:].contiguous(), tokens, right=True)
+    sequences = sequences.clamp(max=len(start_pos) - 1)
+    own_slots = slots.find(sequences, start_pos[sequences] + tokens - seqstarts[sequences])
+    of_layer.write(own_slots, current_key, current_value)
     if in_torch:
         _attend_in_torch(step, of_layer, slots, out)
     else:
@@ -205,21 +210,6 @@ class _Step(NamedTuple):
     lengths: Tensor  # int32 [B], the tokens of each sequence
     options: AttentionOptions
     num_whole: int  # the first sequences, whose queries see all of their tokens
-
-
-def _num_whole(num_sequences: int, decoding_batches: int, is_causal: bool, is_alibi: bool) -> int:
-    """Returns how many of the first sequences have queries that see all of their tokens."""
-    if is_alibi:  # the authors' bias is -inf for keys after the query, in every sequence
-        return 0
-    return decoding_batches if is_causal else num_sequences
-
-
-def _slots_of_queries(slots: Slots, seqstarts: Tensor, start_pos: Tensor, num_queries: int) -> Tensor:
-    """Returns the slots, int64 `[S]`, to which the K/V of the queries is written."""
-    queries = torch.arange(num_queries, device=seqstarts.device)
-    sequences = torch.searchsorted(seqstarts[1:].contiguous(), queries, right=True)
-    sequences = sequences.clamp(max=len(start_pos) - 1)
-    return slots.find(sequences, start_pos[sequences] + queries - seqstarts[sequences])
 
 
 def _attend_with_kernels(step: _Step, kv: PagedKV, max_seqlen: int, out: Tensor) -> None:

@@ -7,11 +7,10 @@ import torch
 
 from lightkv.errors import OutOfRows
 from lightkv.kv_cache import KVCache
-from lightkv.layer_groups import LayerGroups
 from lightkv.ledger.sequence import Sequence
 from lightkv.memory.kv_memory import KVMemory
 from lightkv.memory.staging import upload
-from lightkv.memory.token_table import TokenTable
+from lightkv.memory.token_table import TokenTable, packed_ranges
 
 
 class ModelCall(NamedTuple):
@@ -102,9 +101,13 @@ def gather_step(
     seen = _seen_entries(table, rows, call.padding, width)
     _, starts, counts = zip(*parts, strict=True)
     entries = table.entries([rows[part.row] for part in parts], starts, counts)
-    source = _sources(parts, call.padding, first, width - first)
+    firsts = [row * (width - first) + call.padding[row] + start - first for row, start, _ in parts]
+    source = packed_ranges(np.array(firsts), np.array(counts))
     positions = np.maximum(np.arange(first, width) - np.array(call.padding, dtype=np.int64)[:, None], 0)
-    first_seen = _first_seen_columns(memory.pool.spec.groups, rows, parts, call.padding)
+    # The first column that any token sees that the step computes of a row, int64 `[groups, rows]`.
+    groups, start_of = memory.pool.spec.groups, {rows[part.row]: part.start for part in parts}
+    of_classes = [[one.lifetime.rule.first_seen(start_of[row]) for row in rows] for one in groups.classes]
+    first_seen = (np.array(of_classes, np.int64) + np.array(call.padding)).repeat(groups.widths, axis=0)
     source_there, entries_there, seen_there, positions_there, first_there = upload(
         [source, entries, seen.reshape(-1), positions.reshape(-1), first_seen.reshape(-1)],
         call.input_ids.device,
@@ -120,16 +123,6 @@ def gather_step(
     return GatheredStep(source_there, slots, seen_slots), first, positions_there.view(len(rows), -1)
 
 
-def _first_seen_columns(
-    groups: LayerGroups, rows: list[int], parts: list[Part], padding: list[int]
-) -> np.ndarray:
-    """Returns the first column that any token sees that a step computes of a row, int64 `[groups, rows]`."""
-    start_of = {rows[part.row]: part.start for part in parts}
-    starts = [start_of[row] for row in rows]
-    seen = [[one.lifetime.rule.first_seen(start) for start in starts] for one in groups.classes]
-    return (np.array(seen, dtype=np.int64) + np.array(padding)).repeat(groups.widths, axis=0)
-
-
 def seen_by_rows(table: TokenTable, rows: list[int], padding: list[int], width: int) -> torch.Tensor:
     """Returns the slots of the first `width` columns of each row, int64 `[rows, width]`; 0 in padding."""
     (there,) = upload([_seen_entries(table, rows, padding, width).reshape(-1)], table.device)
@@ -141,17 +134,6 @@ def _seen_entries(table: TokenTable, rows: list[int], padding: list[int], width:
     first, row = (np.array(numbers, dtype=np.int64)[:, None] for numbers in (padding, rows))
     columns = np.arange(width)
     return np.where(columns < first, 0, row * table.max_entries + columns - first)
-
-
-def _sources(parts: list[Part], padding: list[int], first: int, num_columns: int) -> np.ndarray:
-    """Returns the places of the tokens of `parts` among `num_columns` columns from `first`, flattened.
-
-    int64, packed.
-    """
-    starts = [row * num_columns + padding[row] + start - first for row, start, _ in parts]
-    return np.concatenate(
-        [np.arange(start, start + part.num_tokens) for start, part in zip(starts, parts, strict=True)]
-    )
 
 
 def select(cache: KVCache, sequences: list[Sequence], order: list[int]) -> list[Sequence]:

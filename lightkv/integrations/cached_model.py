@@ -155,7 +155,10 @@ class CachedModel:
             packed = np.concatenate(ids).astype(np.int64)
             num_prefills = len(rows) if max(counts) > 1 else 0
             if ring is not None and not num_prefills and self._captures_rings:
-                return self._ring_graph(ring, len(rows)).replay(sequences, starts, packed).clone()
+                key = ring, len(rows)
+                if key not in self._ring_graphs:
+                    self._ring_graphs[key] = RingGraph(self.model, self.cache.memory, self.backends, *key)
+                return self._ring_graphs[key].replay(sequences, starts, packed).clone()
             batch, mask = Batch.of(rows, starts, counts, num_prefills), None
             held = with_gaps(batch, dropped) if ring is None else over_rings(batch, ring)
             if tree is not None:
@@ -176,14 +179,6 @@ class CachedModel:
         return self.cache.memory.device.type == "cuda" and all(
             backend.supports_cuda_graph for backend in self.backends
         )
-
-    def _ring_graph(self, ring: Ring, size: int) -> RingGraph:
-        """Returns the graph of a decode step of `size` such rings, which the first call captures."""
-        graph = self._ring_graphs.get((ring, size))
-        if graph is None:
-            graph = RingGraph(self.model, self.cache.memory, self.backends, ring, size)
-            self._ring_graphs[ring, size] = graph
-        return graph
 
     def _ring_of(self, sequences: Seq[Sequence]) -> Ring | None:
         """Returns what kind of ring all sequences of a step are; None where none is one.

@@ -202,8 +202,7 @@ class StateHold:
         self.own = 0
         self.step = self.start = -1
         self.last = 0  # the last place of a snapshot on its path
-        of.num_owed += 1
-        self._look()
+        self._owe()
 
     @property
     def may_take_over(self) -> bool:
@@ -283,12 +282,12 @@ class StateHold:
     def _free(self) -> None:
         self.of.state.emit(FreeRange(self.sequence.row, TO, TO + 1, self.of.cls))
         self.of.count(free=1)
+        self._owe()
+
+    def _owe(self) -> None:
+        """Notes that the sequence lacks a state of its own, and has the next step look at it."""
         self.is_own = self.is_fresh = False
         self.of.num_owed += 1
-        self._look()
-
-    def _look(self) -> None:
-        """Has the next step look at the sequence."""
         self.sequence.look_at, self.sequence.has_passed = 0, None
 
     # Growing
@@ -357,9 +356,7 @@ class StateHold:
             of.state.emit(StoreSegment(row, TO, TO + 1, node.id, of.cls))
             of.count(cached=1)
             tail = of.store(node, 0, None if closes else self.step)
-            self.is_own = self.is_fresh = False
-            of.num_owed += 1
-            self._look()
+            self._owe()
         elif not closes:
             self._free()  # another sequence has handed over the same
         if closes:

@@ -43,16 +43,12 @@ class HostConstants(TorchFunctionMode):
         else:
             return func(*args, **named)
         if device.type == "cuda" and host.nbytes <= _MOST_BYTES:
-            return self._on_device(host, device)
+            content = host.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            key = content, host.dtype, host.shape, device
+            if key not in self._copies:
+                self._copies[key] = host.to(device)
+            return self._copies[key].clone()  # which the caller may write to
         return func(*args, **named)
-
-    def _on_device(self, host: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Returns a copy that the caller may write to."""
-        content = host.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        key = content, host.dtype, host.shape, device
-        if key not in self._copies:
-            self._copies[key] = host.to(device)
-        return self._copies[key].clone()
 
 
 class Capture(NamedTuple):

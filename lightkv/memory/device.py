@@ -28,17 +28,14 @@ def usable_device(device: torch.device | str) -> torch.device:
         raise InvalidDevice(device, f"lightkv runs on cpu and cuda, not on {found.type}; give one of them")
     if found.type == "cuda":
         if not torch.cuda.is_available():
-            raise InvalidDevice(device, f"torch {torch.__version__} sees no GPU; {_remedy()}")
+            remedy = "give cpu, or see that nvidia-smi lists a GPU and CUDA_VISIBLE_DEVICES does not hide it"
+            if torch.version.cuda is None and torch.version.hip is None:
+                remedy = "this build of torch is for CPUs alone: give cpu, or install one for CUDA"
+            raise InvalidDevice(device, f"torch {torch.__version__} sees no GPU; {remedy}")
         if (found.index or 0) >= torch.cuda.device_count():
             count = torch.cuda.device_count()
             raise InvalidDevice(device, f"there are {count} GPUs; give cuda:0 to cuda:{count - 1}")
     return found
-
-
-def _remedy() -> str:
-    if torch.version.cuda is None and torch.version.hip is None:
-        return "this build of torch is for CPUs alone: give cpu, or install one for CUDA"
-    return "give cpu, or see that nvidia-smi lists a GPU and CUDA_VISIBLE_DEVICES does not hide it"
 
 
 def require_current(device: torch.device, current: int) -> None:

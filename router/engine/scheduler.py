@@ -350,19 +350,15 @@ class Scheduler:
         """Returns the requests that take a token in the next step, once outlived estimates are made anew."""
         ended = self._forecasts.all.ended()
         if ended and self._forecasts.num_estimated:
-            self._estimate_anew(ended)
+            for request in [request for row, request in self._decoding.items() if row in ended]:
+                generated = request.open_sequence.length + 1 - request.num_prompt  # also those in flight
+                if request.expected <= generated < request.max_tokens:
+                    request.expected = self._admission.expected(request, generated)
+                    self._forecasts.expect(request)
             ended = self._forecasts.all.ended()
         for row in ended:
             self._decodes.discard(row)  # it may be of a request that has ended already
         return self._decodes.batch()
-
-    def _estimate_anew(self, ended: set[int]) -> None:
-        """Estimates the requests in these rows again that may go on."""
-        for request in [request for row, request in self._decoding.items() if row in ended]:
-            generated = request.open_sequence.length + 1 - request.num_prompt  # also those in flight
-            if request.expected <= generated < request.max_tokens:
-                request.expected = self._admission.expected(request, generated)
-                self._forecasts.expect(request)
 
     def _is_short(self, decodes: list[Sequence]) -> bool:
         """Returns whether slots are too few for the next tokens of the `decodes` and for prefills."""
@@ -430,7 +426,10 @@ class Scheduler:
             count = min(budget.tokens(start, request.num_prefill_left), self._fitting(request, room))
             if count <= 0:
                 break
-            chunks += self._next_chunks(request, start, count)
+            chunks += self._plans.chunks(request, start, count)
+            request.chunk_step = self.step
+            if not request.num_prefill_left:  # the forecast knows in which step it takes each further token
+                self._forecasts.decode(request, begin=self.step + 1)
             budget.add(start, request.open_sequence.length - start)
             idx += 1
         return chunks
@@ -450,15 +449,6 @@ class Scheduler:
         waiting += sum([request.num_prefill_left for request in self._prefilling])
         longest = max([request.num_prefill_new for request in self._prefilling], default=0)
         return self._budget.of_step(len(decodes), kv, max(waiting, 2 * longest))
-
-    def _next_chunks(self, request: Request, start: int, count: int) -> list[Chunk]:
-        """Has the next step compute `count` tokens of a request's prefill from `start` on, or fewer. After the
-        last token of the prefill the forecast knows in which step it takes each further one."""
-        chunks = self._plans.chunks(request, start, count)
-        request.chunk_step = self.step
-        if not request.num_prefill_left:
-            self._forecasts.decode(request, begin=self.step + 1)
-        return chunks
 
     # ------------------------------------------------------------------ the end of steps and requests
 

@@ -124,7 +124,9 @@ class LogitEdits:
             tail_rows, *tokens = tails.view(_TAIL + 1, -1)
             self._tails.index_copy_(0, tail_rows, torch.stack(tokens, dim=1).to(torch.int32))
         if biases.numel():
-            self._set_biases(biases.view(3, -1))
+            places, tokens, added = biases.view(3, -1)
+            self._bias_ids.view(-1).index_copy_(0, places.long(), tokens.to(torch.int32))
+            self._bias.view(-1).index_copy_(0, places.long(), added.to(torch.float32))
         if counts.numel():
             places, added = counts.view(2, -1)
             self._counts.view(-1).scatter_add_(0, places, added.to(torch.int32))
@@ -140,11 +142,6 @@ class LogitEdits:
             is_allowed = chosen[:, :, None].bitwise_right_shift(places).bitwise_and_(1).flatten(1)
             banned = (is_allowed[:, :num_tokens] == 0).to(torch.int32) * _BANNED_BIT
             self._counts.index_copy_(0, rows, banned)
-
-    def _set_biases(self, entries: Tensor) -> None:
-        places = entries[0].long()
-        self._bias_ids.view(-1).index_copy_(0, places, entries[1].to(torch.int32))
-        self._bias.view(-1).index_copy_(0, places, entries[2].to(torch.float32))
 
     def count(self, rows: Tensor, tokens: Tensor) -> None:
         """Counts one more output token per row, and puts it at the end of the row's tail. Row 0 counts the

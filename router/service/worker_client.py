@@ -152,7 +152,10 @@ class WorkerClient:
             reader, writer = await asyncio.open_unix_connection(sock=self._grammar_socket)
             self._grammars = FrameStream(reader, writer, Compiled)
             await relay  # until the worker has reported the end of its slow work
-            self._begin_watch(info)
+            default = CPU_STEP_SECONDS if info.device == "cpu" else GPU_STEP_SECONDS
+            watch = self._watch = CallWatch(default if self._step_timeout is None else self._step_timeout)
+            whiles = self._kill_when_overdue(watch), self._postpone_while_busy(watch)
+            self._watchers = [self._loop.create_task(one) for one in whiles]
             return info
         except BaseException:
             self.kill()
@@ -261,14 +264,6 @@ class WorkerClient:
             self._answer = None
             if self._watch is not None:
                 self._watch.end()
-
-    def _begin_watch(self, info: RunnerInfo) -> None:
-        default = CPU_STEP_SECONDS if info.device == "cpu" else GPU_STEP_SECONDS
-        watch = self._watch = CallWatch(default if self._step_timeout is None else self._step_timeout)
-        self._watchers = [
-            self._loop.create_task(self._kill_when_overdue(watch)),
-            self._loop.create_task(self._postpone_while_busy(watch)),
-        ]
 
     async def _kill_when_overdue(self, watch: CallWatch) -> None:
         while not watch.look():

@@ -101,14 +101,9 @@ class BeamSearch:
             if not is_end and len(growing) < width:
                 growing.append(beam)
         self.finished = sorted(self.finished, key=lambda beam: -beam.score)[:width]
-        self._growing = growing if length < most and self._may_improve(growing) else []
-
-    def _may_improve(self, growing: list[Beam]) -> bool:
-        """Returns whether there are too few finished beams yet, or a growing one is better at its present
-        length than the worst of them."""
-        if len(self.finished) < self._params.width:
-            return True
-        return bool(growing) and growing[0].score > self.finished[-1].score
+        # Too few are finished yet, or a growing one is better at its present length than the worst of them.
+        improves = len(self.finished) < width or (growing and growing[0].score > self.finished[-1].score)
+        self._growing = growing if length < most and improves else []
 
     def _score(self, logprob: float, length: int) -> float:
         return float(logprob / length**self._params.length_penalty)

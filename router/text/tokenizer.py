@@ -246,7 +246,9 @@ class Tokenizer:
             return self.decode([token_id], skip_special_tokens=False)
         known = self._text_of.get(token_id)
         if known is None:
-            known = self._text_of[token_id] = self._text_within(token_id)
+            before = [] if token_id in self.special_ids else self._plain_token
+            text = self.decode([*before, token_id], skip_special_tokens=False)
+            known = self._text_of[token_id] = text[len(self.decode(before)) :]
         return known
 
     def token_id(self, token: str) -> int | None:
@@ -296,12 +298,6 @@ class Tokenizer:
     def longest_token(self) -> int:
         """The characters of the longest token, at least 32: normalisers may join a few characters to one."""
         return max(_MIN_LONGEST_TOKEN, *map(len, self._tokenizer.get_vocab()))
-
-    def _text_within(self, token_id: int) -> str:
-        """Returns the text that a token adds behind another one."""
-        before = [] if token_id in self.special_ids else self._plain_token
-        text = self.decode([*before, token_id], skip_special_tokens=False)
-        return text[len(self.decode(before)) :]
 
     @cached_property
     def _plain_token(self) -> list[int]:

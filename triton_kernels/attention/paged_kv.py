@@ -67,19 +67,14 @@ class PagedKV(NamedTuple):
         elements = self.format.elements
         return dequantise(k, of_k, elements), dequantise(v, of_v, elements)
 
-    @property
-    def format_code(self) -> int:
-        """The number that kernels are compiled for, `unpack.format_code`."""
-        return format_code(self.format, self.key_dim, self.value_dim, apart=self.v_scales is not None)
-
     def for_kernels(self) -> tuple[Cache, Index]:
         """Returns K/V and the index as kernels take them."""
         k, v = (as_words(cache, self.format.elements) for cache in (self.k, self.v))
         of_scales = (None, None) if self.scales is None else self.scales.stride()[:2]
         strides = *k.stride()[:2], *v.stride()[:2], *of_scales
-        lookup, code = self.lookup, tl.constexpr(self.format_code)
-        cache = Cache._make((k, v, self.scales, self.v_scales, *strides, code))
-        shift = tl.constexpr(lookup.page_shift)
+        code = format_code(self.format, self.key_dim, self.value_dim, apart=self.v_scales is not None)
+        cache = Cache._make((k, v, self.scales, self.v_scales, *strides, tl.constexpr(code)))
+        lookup, shift = self.lookup, tl.constexpr(self.lookup.page_shift)
         return cache, Index(
             self.index, self.index.stride(0), shift, lookup.hooks, lookup.data(), lookup.kept()
         )

@@ -102,12 +102,6 @@ def _fitting(launch: ProductLaunch, block_t: int, device: tuning.DeviceClass) ->
     return launch._replace(num_stages=max(1, min(launch.num_stages, device.shared_memory // stage)))
 
 
-def _unrolled(launch: ProductLaunch, dim: int) -> ProductLaunch:
-    """Returns `launch` with blocks of so many columns that `dim` has at most 16, which are unrolled."""
-    times = max(1, triton.next_power_of_2(triton.cdiv(dim, 16 * launch.block_k)))
-    return launch._replace(block_k=launch.block_k * times, block_n=max(2, launch.block_n // times))
-
-
 def order_rows(ids: Tensor, num_experts: int, launch: ExpertLaunch) -> ExpertRows:
     """Returns the rows for experts `ids`, int64 `[T, k]`, in the order and the tiles that `launch` takes."""
     ids = ids.contiguous()
@@ -315,8 +309,9 @@ def _launch(
     by_clamp, activation = None, gate or "none"
     if isinstance(gate, ClampedGate):
         by_clamp, activation = gate._replace(interleaved=tl.constexpr(gate.interleaved)), "clamped"
-    if both.block_t == 1:
-        launch = _unrolled(launch, dim)
+    if both.block_t == 1:  # blocks of so many columns that `dim` has at most 16, which are unrolled
+        times = max(1, triton.next_power_of_2(triton.cdiv(dim, 16 * launch.block_k)))
+        launch = launch._replace(block_k=launch.block_k * times, block_n=max(2, launch.block_n // times))
     _product_kernel[(triton.cdiv(num_outputs, launch.block_n), num_tiles)](
         x,
         weight,

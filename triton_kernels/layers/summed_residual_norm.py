@@ -40,11 +40,6 @@ class Terms(NamedTuple):
     signals: Tensor
     rank: int
 
-    @property
-    def num_ranks(self) -> int:
-        """The ranks whose terms are added up."""
-        return len(self.addresses)
-
 
 class _Mapped(NamedTuple):
     """`Terms` as the kernel takes them."""
@@ -140,9 +135,8 @@ def summed_residual_norm(
     hidden = torch.empty_like(residual)
     normed = hidden if norm is None else torch.empty_like(residual)
     if len(rows):
-        mapped = _Mapped(
-            terms.own, terms.addresses, terms.signals, tl.constexpr(terms.rank), tl.constexpr(terms.num_ranks)
-        )
+        ranks = map(tl.constexpr, (terms.rank, len(terms.addresses)))
+        mapped = _Mapped(terms.own, terms.addresses, terms.signals, *ranks)
         _summed_residual_norm_kernel[(min(len(rows), MAX_PROGRAMS),)](
             mapped,
             rows,

@@ -23,20 +23,16 @@ AS_COMPUTED, INT8, FP8, INT4 = range(4)
 _INT8, _FP8, _INT4 = tl.constexpr(INT8), tl.constexpr(FP8), tl.constexpr(INT4)
 
 
-def _kind(elements: Elements) -> int:
-    if not elements.is_quantised:
-        return AS_COMPUTED
-    return INT4 if elements.bits == 4 else FP8 if elements.is_float else INT8
-
-
 def format_code(layer_format: KVFormat, k_dim: int, v_dim: int, *, apart: bool = False) -> int:
     """Returns a layer's format as the number that kernels are compiled for; 0 if nothing is quantised.
 
     Bits from the lowest: the kind of elements (2), whether they have zero points, whether the scales of V stand
     apart from those of K; from bit 8, groups of a head of K; from bit 20, those of V.
     """
-    elements = layer_format.elements
-    code = _kind(elements) | elements.has_zero_point << 2 | apart << 3
+    elements, kind = layer_format.elements, AS_COMPUTED
+    if elements.is_quantised:
+        kind = INT4 if elements.bits == 4 else FP8 if elements.is_float else INT8
+    code = kind | elements.has_zero_point << 2 | apart << 3
     return code | elements.groups(k_dim) << 8 | elements.groups(v_dim) << 20
 
 

@@ -6,7 +6,7 @@ programs handles a few blocks, and reads the result of the search by itself. Ref
 `alloc_slots_reference`, `alloc_run_reference`.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -270,36 +270,30 @@ def alloc_many(
     given, given_entries = Given.of(count, entries), Given.of(None, entries)
     blocks = max(1, _TILE_SLOTS // state.block_slots)
 
-    def plan_options() -> dict[str, Any]:
-        return {
-            "given": given.constants(),
-            "layout": state.layout(),
-            "tiles": many_tiles(num_blocks).constants(),
-            "TILE": search.tile,
-            "BLOCK": 256,
-            "num_warps": 8,
-        }
-
-    def alloc_options() -> dict[str, Any]:
-        return {
-            "given": given_entries.constants(),
-            "layout": state.layout(),
-            "BLOCKS": blocks,
-            "num_warps": 8,
-        }
-
     counted = state.metadata if count is None else count
     state.launches.launch(
         _plan_kernel,
         ("plan", given),
         1 + num_parts,
         (state.metadata, out, counted, *in_table, max_n, search.chunk, search.back),
-        plan_options,
+        lambda: {
+            "given": given.constants(),
+            "layout": state.layout(),
+            "tiles": many_tiles(num_blocks).constants(),
+            "TILE": search.tile,
+            "BLOCK": 256,
+            "num_warps": 8,
+        },
     )
     state.launches.launch(
         _alloc_many_kernel,
         ("alloc many", given_entries),
         min(-(-num_blocks // blocks), _ALLOC_PROGRAMS),
         (state.mem_state, state.metadata, out, *in_table, max_n, num_parts),
-        alloc_options,
+        lambda: {
+            "given": given_entries.constants(),
+            "layout": state.layout(),
+            "BLOCKS": blocks,
+            "num_warps": 8,
+        },
     )

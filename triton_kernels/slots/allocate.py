@@ -16,7 +16,7 @@ An operation that cannot be done raises no error: it does as much as it can with
 and sets a flag in device memory (`SlotFlag`).
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -280,25 +280,20 @@ def alloc_slots(
         alloc_many(state, out, count, entries, find_run=False)
         return
     given, all_ranks = Given.of(count, entries), block_for(max_n)
-    shape = alloc_launch(all_ranks)
-
-    def options() -> dict[str, Any]:
-        return {
+    shape, counted = alloc_launch(all_ranks), state.metadata if count is None else count
+    state.launches.launch(
+        _alloc_few_kernel,
+        ("alloc few", all_ranks, given),
+        shape.num_programs,
+        (state.mem_state, state.metadata, out, counted, *table_arguments(state, entries), max_n),
+        lambda: {
             "given": given.constants(),
             "layout": state.layout(),
             "tiles": few_tiles(len(state.block_free)).constants(),
             "RANKS": shape.ranks,
             "ALL_RANKS": all_ranks,
             "num_warps": shape.num_warps,
-        }
-
-    counted = state.metadata if count is None else count
-    state.launches.launch(
-        _alloc_few_kernel,
-        ("alloc few", all_ranks, given),
-        shape.num_programs,
-        (state.mem_state, state.metadata, out, counted, *table_arguments(state, entries), max_n),
-        options,
+        },
     )
 
 
@@ -319,21 +314,17 @@ def free_slots(state: SlotState, slots: Tensor) -> None:
     """
     if slots.numel() == 0:
         return
-
-    def options() -> dict[str, Any]:
-        return {
-            "FREE_BITS": state.free_bits.storage_offset(),
-            "BLOCK_SLOTS": state.block_slots,
-            "WORD_SLOTS": state.word_slots,
-            "BLOCK": _FREE_BLOCK,
-        }
-
     state.launches.launch(
         _free_slots_kernel,
         ("free", slots.dtype),
         -(-len(slots) // _FREE_BLOCK),
         (state.mem_state, state.metadata, slots, len(slots), len(state.mem_state)),
-        options,
+        lambda: {
+            "FREE_BITS": state.free_bits.storage_offset(),
+            "BLOCK_SLOTS": state.block_slots,
+            "WORD_SLOTS": state.word_slots,
+            "BLOCK": _FREE_BLOCK,
+        },
     )
 
 

@@ -12,7 +12,6 @@ are merged, which is one softmax over both.
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 
 from lightkv.attention.backend import AttentionBackend
 from lightkv.attention.batch import Batch
@@ -123,8 +122,13 @@ class RingPrompts(_OnRings):
     def seen(self, batch: Batch, table: TokenTable) -> Seen:
         if not self.has_gaps:
             return super().seen(batch, table)
-        gaps = np.array(self.dropped, dtype=np.int64)
-        index = _in_order(table, batch.rows, gaps, self.ring)
+        ring, num_rows, gaps = self.ring, len(batch.rows), np.array(self.dropped, dtype=np.int64)
+        # The slots of the sinks, then those of the tokens from the first one on that is not dropped.
+        window = ring.sinks + (gaps[:, None] + np.arange(ring.size)) % ring.size
+        sinks = np.broadcast_to(np.arange(ring.sinks), (num_rows, ring.sinks))
+        entries = np.concatenate((sinks, window), 1) + batch.rows[:, None] * table.max_entries
+        (on_device,) = upload([entries.reshape(-1)], table.device)
+        index = table.read(on_device).view(num_rows, ring.capacity)
         return Seen(index, np.arange(len(gaps)), batch.starts - gaps)
 
     @property
@@ -143,14 +147,3 @@ def _check_sinks(layer: AttentionBackend, num_sinks: int) -> None:
             f"no window, chunk or bias counts positions; layer {layer.layer_idx} has {layer.options.variants}, "
             f"causal {layer.options.causal}"
         )
-
-
-def _in_order(table: TokenTable, rows: np.ndarray, gaps: np.ndarray, ring: Ring) -> torch.Tensor:
-    """Returns an index of rings, int32 `[B, capacity]`: the slots of the sinks, then those of the tokens from
-    the first one on that is not dropped."""
-    column = np.arange(ring.size)
-    window = ring.sinks + (gaps[:, None] + column) % ring.size
-    sinks = np.broadcast_to(np.arange(ring.sinks), (len(rows), ring.sinks))
-    entries = np.concatenate((sinks, window), 1) + rows[:, None] * table.max_entries
-    (on_device,) = upload([entries.reshape(-1)], table.device)
-    return table.read(on_device).view(len(rows), ring.capacity)

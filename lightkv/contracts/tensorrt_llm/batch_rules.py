@@ -69,7 +69,13 @@ def checked_numbers(metadata: Any, room: StaticRoom | None) -> BatchNumbers:
     if room is not None:
         _check_room(metadata, numbers, room)
     if beams is not None and metadata.uses_cache:
-        _check_beams(metadata, numbers, beams)
+        beams.check_lengths(q_lens, cached)
+        prompts = metadata.prompt_lens
+        if prompts is not None and len(prompts) != num_sequences:
+            raise ValueError(
+                f"prompt_lens {prompts} in a batch of {num_sequences} sequences with beams: give one for "
+                "each sequence, so one for each beam, or None"
+            )
     if not metadata.is_cross:
         _check_order(metadata, numbers)
     return numbers
@@ -104,17 +110,6 @@ def _check_room(metadata: Any, numbers: BatchNumbers, room: StaticRoom) -> None:
         raise ValueError(
             f"{numbers.num_keys} new keys of an encoder under a CUDA graph: cache them in an eager step "
             "first, and give encoder_seq_lens of 0"
-        )
-
-
-def _check_beams(metadata: Any, numbers: BatchNumbers, beams: Beams) -> None:
-    """Raises ValueError where the lengths of beams do not fit each other."""
-    beams.check_lengths(numbers.q_lens, numbers.cached)
-    prompts = metadata.prompt_lens
-    if prompts is not None and len(prompts) != len(numbers.q_lens):
-        raise ValueError(
-            f"prompt_lens {prompts} in a batch of {len(numbers.q_lens)} sequences with beams: give one for "
-            "each sequence, so one for each beam, or None"
         )
 
 

@@ -22,7 +22,8 @@ class SequenceLengths:
         device never moves, as a CUDA graph needs it. Raises ValueError, with nothing changed, for anything but
         an int tensor `[B]` on the CPU, and for another B than that of a CUDA graph."""
         if lens is not None:
-            if not isinstance(lens, torch.Tensor) or lens.dim() != 1 or lens.is_cuda or _is_float(lens):
+            is_row = isinstance(lens, torch.Tensor) and lens.dim() == 1 and not lens.is_cuda
+            if not is_row or lens.is_floating_point() or lens.is_complex() or lens.dtype == torch.bool:
                 raise ValueError(f"{name} must be an int tensor [batch_size] on the CPU, got {lens!r}")
             held = self.on_device
             if not is_static or held is None:
@@ -54,7 +55,3 @@ class LengthsField:
 
     def __set__(self, owner: Any, value: Any) -> None:
         getattr(owner, self._written).set(self._name, value, owner.device, owner.is_cuda_graph)
-
-
-def _is_float(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool

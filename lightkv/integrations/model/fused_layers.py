@@ -55,7 +55,7 @@ from .decoder_layer import (
     layer_forward,
     mlp_forward,
 )
-from .fused_norm import Carry, find_norm, norm_forward, set_norm_forward
+from .fused_norm import Carry, find_norm, norm_forward
 from .fused_rotary import find_layout, layout_of, use_joined
 from .linears import (
     Linears,
@@ -130,7 +130,7 @@ def fuse_layers(model: PreTrainedModel, report: Report, packed: bool = False) ->
     fused = FusedLayers(linears, count, unfused=Counter(unplanned_layers(model)))
     carry = Carry()
     for module, norm in found.norms.items():
-        set_norm_forward(module, norm, carry)
+        cast(Any, module).forward = partial(norm_forward, module, norm, carry)
     for module, parts in found.mlps.items():
         if module in linears.joined or len(parts.gate_up) == 1:
             joined = linears.joined.get(module)
@@ -182,16 +182,12 @@ def few_layers(model: PreTrainedModel, kind: Callable[[int], Hashable]) -> Itera
             if seen[key] > 2:
                 skipped[module] = module.forward
     for module in skipped:
-        cast(Any, module).forward = _skip
+        cast(Any, module).forward = lambda hidden, **given: hidden
     try:
         yield
     finally:
         for module, forward in skipped.items():
             cast(Any, module).forward = forward
-
-
-def _skip(hidden: Tensor, **given: Any) -> Tensor:
-    return hidden
 
 
 def _module(model: PreTrainedModel) -> nn.Module:

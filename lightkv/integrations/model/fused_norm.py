@@ -4,7 +4,6 @@ A layer computes its last addition together with the norm that comes next, which
 next layer, or the model. The `Carry` holds the result until that norm is called.
 """
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -75,11 +74,6 @@ def norm_forward(module: nn.Module, norm: Norm, carry: Carry, *args: Any, **kwar
     (x,) = args
     carried = carry.take(module, x)
     return add_and_norm(x, None, norm)[1] if carried is None else carried
-
-
-def set_norm_forward(module: nn.Module, norm: Norm, carry: Carry) -> None:
-    """Gives `module` the forward pass `norm_forward`."""
-    module.forward = partial(norm_forward, module, norm, carry)
 
 
 def is_called_as_norm(module: nn.Module) -> bool:

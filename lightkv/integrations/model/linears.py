@@ -131,10 +131,17 @@ def join(parent: nn.Module, names: Sequence[str], shared: Container[nn.Parameter
     """
     parts = [getattr(parent, name) for name in names]
     if all(isinstance(part, WeightPart) for part in parts):
-        (joined, *others) = [part.of for part in parts]
-        if all(other is joined for other in others):
-            return cast(Weight, joined)
-        return _join_quantised(parts)
+        weights = [part.of for part in parts]
+        if all(weight is weights[0] for weight in weights):
+            return cast(Weight, weights[0])
+        if not all(isinstance(weight, QuantisedWeight) for weight in weights):
+            return None
+        if (joined := QuantisedWeight.join(weights)) is not None:
+            begin = 0
+            for part in parts:
+                part.of, part.begin = joined, begin
+                begin += part.out_features
+        return joined
     if not all(is_plain(part) for part in parts):
         return None
     kinds = {(part.weight.dtype, part.weight.device, part.weight.shape[1]) for part in parts}
@@ -142,19 +149,6 @@ def join(parent: nn.Module, names: Sequence[str], shared: Container[nn.Parameter
     if len(kinds) > 1 or any(parameter in shared for parameter in parameters):
         return None
     return PlainWeight.join(parts)
-
-
-def _join_quantised(parts: Sequence["WeightPart"]) -> Weight | None:
-    """Joins the weights of layers that are quantised in one way, each with a weight of its own."""
-    weights = [part.of for part in parts]
-    if not all(isinstance(weight, QuantisedWeight) for weight in weights):
-        return None
-    if (joined := QuantisedWeight.join(weights)) is not None:
-        begin = 0
-        for part in parts:
-            part.of, part.begin = joined, begin
-            begin += part.out_features
-    return joined
 
 
 def _join_in(

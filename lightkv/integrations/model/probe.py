@@ -6,7 +6,6 @@ batch, or where an adapted model's attention differs from its own.
 """
 
 import inspect
-from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
 import torch
@@ -17,7 +16,7 @@ from lightkv.integrations.model.adapters.proof import require_own_attention
 from lightkv.integrations.model.adapters.selected_logits import selects_logits
 from lightkv.integrations.model.mixers.mixer import Mixer, require_own_mixers
 
-from .attention_call import AttentionCall, KeptHandler, compute, kept_handler
+from .attention_call import AttentionCall, compute, kept_handler
 from .context import cache_name, context_length, num_layers
 from .model_shape import ModelShape, NeedsNumbers, Past, RecordingLayer, find_shape, probed
 from .token_positions import counting_embeddings, counts_itself
@@ -55,7 +54,11 @@ def probe(model: PreTrainedModel) -> ModelShape:
         _require_packable(model, shape)
         require_own_mixers(model)
         if kept is not None and owns_attention:
-            _require_own_attention(model, kept, shape)
+            widest = max(layer.options.most_keys or 0 for layer in shape.layers)
+            context = context_length(model.config.get_text_config()) or 512
+            ids = _varied_ids(model, min(max(24, widest + 8), 512, context))  # past the windows, if short
+            with probed(model):
+                require_own_attention(model, kept, shape.layers, ids)
     return shape
 
 
@@ -106,7 +109,7 @@ def _require_packable(model: PreTrainedModel, shape: ModelShape) -> None:
     text = model.config.get_text_config()
     context = context_length(text)
     num_tokens = _NUM_TOKENS if context is None else min(_NUM_TOKENS, context)
-    ids = _varied_ids(text.vocab_size, num_tokens, getattr(text, "pad_token_id", None)).to(model.device)
+    ids = _varied_ids(model, num_tokens)
     positions = wanted = torch.arange(num_tokens, device=ids.device)
     # Some models would take a part of their mask where a number says which logits are computed, so it is a
     # tensor: `wanted`.
@@ -114,26 +117,27 @@ def _require_packable(model: PreTrainedModel, shape: ModelShape) -> None:
     # The first position of the tokens, if the last one ends the context.
     far = (context or num_tokens) - num_tokens
 
-    def packed(positions: torch.Tensor) -> _Pass:
+    # Both return q, k and v of each layer, then the logits, each `[T, n]`.
+    def packed(positions: torch.Tensor) -> list[torch.Tensor]:
         """Computes the tokens in `order`, and returns the results in the order of `ids`."""
         projections = _Projections()
         logits = compute(model, ids[order], positions[order], projections, wanted)
-        return _Pass([part[order.argsort()] for part in (*projections.found, logits)])
+        return [part[order.argsort()] for part in (*projections.found, logits)]
 
-    def own(**arguments: Any) -> _Pass:
+    def own(**arguments: Any) -> list[torch.Tensor]:
         """Computes the tokens as one text, in the way in which the model is usually called."""
         projections = _Projections()
         output = model(input_ids=ids[None], logits_to_keep=wanted, lightkv=projections, **arguments)
-        return _Pass([*projections.found, output.logits[0]])
+        return [*projections.found, output.logits[0]]
 
     def refuse(difference: str, what: str) -> NoReturn:
         raise UnsupportedModel(type(model).__name__, f"{what} ({difference})")
 
     with probed(model):
         given = own(position_ids=positions[None], use_cache=False)
-        if difference := given.difference(own(use_cache=False)):
+        if difference := _difference(given, own(use_cache=False)):
             refuse(difference, "it does not count a text's positions from 0")
-        if difference := given.difference(packed(positions)):
+        if difference := _difference(given, packed(positions)):
             refuse(difference, "what it computes of a token depends on the token's place in the batch")
         if far:
             # The model's own count shows whether fix_positions changes those that are given as it has to.
@@ -141,37 +145,21 @@ def _require_packable(model: PreTrainedModel, shape: ModelShape) -> None:
             past = Past(num_layers(text) or 0, far)
             uses = shape.numbers is None  # MiniMax, which keeps states, uses no cache but its own
             there = own(position_ids=far_ids, use_cache=uses, **{cache_name(model): past})
-            if difference := there.difference(packed(positions + far)):
+            if difference := _difference(there, packed(positions + far)):
                 what = f"what it computes of a token after {far} others depends on more than its position"
                 refuse(difference, what)
 
 
-def _require_own_attention(model: PreTrainedModel, kept: KeptHandler, shape: ModelShape) -> None:
-    """Raises UnsupportedModel if the attention of an adapted model differs from its own."""
-    text = model.config.get_text_config()
-    widest = max(layer.options.most_keys or 0 for layer in shape.layers)
-    num_tokens = min(max(24, widest + 8), 512, context_length(text) or 512)  # past the windows, if short
-    ids = _varied_ids(text.vocab_size, num_tokens, getattr(text, "pad_token_id", None)).to(model.device)
-    with probed(model):
-        require_own_attention(model, kept, shape.layers, ids)
-
-
-@dataclass(frozen=True)
-class _Pass:
-    """What a forward pass computed for each token: q, k and v of each layer, then the logits, each `[T, n]`."""
-
-    found: list[torch.Tensor]
-
-    def difference(self, other: "_Pass") -> str | None:
-        """Describes the first difference that is more than rounding. Returns None if there is none."""
-        if len(self.found) != len(other.found):
-            return f"{len(self.found)} and {len(other.found)} tensors"
-        for idx, (ours, theirs) in enumerate(zip(self.found, other.found, strict=True)):
-            error = _relative_error(ours, theirs)
-            if error > max(4 * torch.finfo(ours.dtype).eps, _MIN_TOLERANCE):
-                name = f"{'qkv'[idx % 3]} of layer {idx // 3}" if idx + 1 < len(self.found) else "the logits"
-                return f"{name} differ by {error:.2g} of the largest"
-        return None
+def _difference(found: list[torch.Tensor], other: list[torch.Tensor]) -> str | None:
+    """Describes the first difference that is more than rounding. Returns None if there is none."""
+    if len(found) != len(other):
+        return f"{len(found)} and {len(other)} tensors"
+    for idx, (ours, theirs) in enumerate(zip(found, other, strict=True)):
+        error = _relative_error(ours, theirs)
+        if error > max(4 * torch.finfo(ours.dtype).eps, _MIN_TOLERANCE):
+            name = f"{'qkv'[idx % 3]} of layer {idx // 3}" if idx + 1 < len(found) else "the logits"
+            return f"{name} differ by {error:.2g} of the largest"
+    return None
 
 
 def _relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -186,7 +174,10 @@ def _relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float(((ours - theirs).abs().amax(1) / largest).median())
 
 
-def _varied_ids(vocab_size: int, count: int, padding: int | None) -> torch.Tensor:
-    """Returns `count` ids, int64, spread over the vocabulary, without `padding`, which some models skip."""
-    ids = [(idx + 1) * vocab_size // (count + 1) for idx in range(count)]
-    return torch.tensor([token - 1 if token == padding and token else token for token in ids])
+def _varied_ids(model: PreTrainedModel, count: int) -> torch.Tensor:
+    """Returns `count` ids, int64, spread over the vocabulary, without padding, which some models skip."""
+    text = model.config.get_text_config()
+    padding = getattr(text, "pad_token_id", None)
+    ids = [(idx + 1) * text.vocab_size // (count + 1) for idx in range(count)]
+    ids = [token - 1 if token == padding and token else token for token in ids]
+    return torch.tensor(ids).to(model.device)

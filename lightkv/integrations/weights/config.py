@@ -62,17 +62,12 @@ def weight_format(config: PreTrainedConfig) -> Format | None:
             return _awq_or_gptq(fields)
         if method == "modelopt":
             return _modelopt(fields)
-        if _is_compressed(fields):
+        # Some files of compressed-tensors with K/V alone name no method.
+        if method == "compressed-tensors" or (method is None and "kv_cache_scheme" in fields):
             return _compressed_tensors(fields)
     except (KeyError, TypeError, AttributeError) as error:
         raise UnknownQuantisation(f"its quantization_config has no usable {error}; {_KNOWN}") from error
     raise UnknownQuantisation(f"its weights are quantised as {method!r}; {_KNOWN}")
-
-
-def _is_compressed(fields: Mapping[str, Any]) -> bool:
-    """Returns whether compressed-tensors wrote the fields; some of its files of K/V alone name no method."""
-    method = fields.get("quant_method")
-    return method == "compressed-tensors" or (method is None and "kv_cache_scheme" in fields)
 
 
 def _fp8(fields: Mapping[str, Any]) -> Format:

@@ -5,6 +5,7 @@ On a GPU humming-kernels multiplies, and `int4_linear` a few tokens.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -58,28 +59,39 @@ def _weight(
     return Int4Weight(QuantisedTensors(data, scales.float().contiguous(), zeros, (1, group)), bias, dtype)
 
 
-def _require_groups(k: int, group: int) -> None:
-    if group not in GROUPS or k % group:
-        raise ValueError(f"{k} inputs in groups of {group}; groups can be {GROUPS}, and have to be whole")
-
-
 @dataclass(frozen=True)
-class PackedFormat:
-    """compressed-tensors' pack-quantized: numbers are stored along inputs, zeros along outputs, or as int8."""
+class _GroupFormat:
+    """What the formats have in common. `kind`: what reports call it."""
+
+    kind: ClassVar[str]
+    marker: ClassVar[str] = ".qweight"
+    needs_library: ClassVar[bool] = True
 
     group: int
-    has_zeros: bool
-    marker: str = ".weight_packed"
-    needs_library: bool = True
 
     @property
     def name(self) -> str:
         """What is said of the format in reports."""
-        return f"4 bits in groups of {self.group} (compressed-tensors)"
+        return f"4 bits in groups of {self.group} ({self.kind})"
+
+    def _num_groups(self, k: int) -> int:
+        group = self.group
+        if group not in GROUPS or k % group:
+            raise ValueError(f"{k} inputs in groups of {group}; groups can be {GROUPS}, and have to be whole")
+        return k // group
+
+
+@dataclass(frozen=True)
+class PackedFormat(_GroupFormat):
+    """compressed-tensors' pack-quantized: numbers are stored along inputs, zeros along outputs, or as int8."""
+
+    kind = "compressed-tensors"
+    marker = ".weight_packed"
+
+    has_zeros: bool
 
     def wanted(self, n: int, k: int) -> Wanted:
-        _require_groups(k, self.group)
-        groups = k // self.group
+        groups = self._num_groups(k)
         found: Wanted = {
             "weight_packed": kinds(("I32",), (n, k // 8)),
             "weight_scale": kinds(_FLOATS, (n, groups)),
@@ -99,21 +111,13 @@ class PackedFormat:
 
 
 @dataclass(frozen=True)
-class AwqFormat:
+class AwqFormat(_GroupFormat):
     """AWQ's: numbers and zeros are stored along outputs, in an order of their own."""
 
-    group: int
-    marker: str = ".qweight"
-    needs_library: bool = True
-
-    @property
-    def name(self) -> str:
-        """What is said of the format in reports."""
-        return f"4 bits in groups of {self.group} (AWQ)"
+    kind = "AWQ"
 
     def wanted(self, n: int, k: int) -> Wanted:
-        _require_groups(k, self.group)
-        groups = k // self.group
+        groups = self._num_groups(k)
         return {
             "qweight": kinds(("I32",), (k, n // 8)),
             "qzeros": kinds(("I32",), (groups, n // 8)),
@@ -131,23 +135,16 @@ class AwqFormat:
 
 
 @dataclass(frozen=True)
-class GptqFormat:
+class GptqFormat(_GroupFormat):
     """GPTQ's, whose groups are of inputs in their order. `added`: what is added to stored zeros, of which the
     first version of the format stores one less, and 15 for 0."""
 
-    group: int
-    added: int
-    marker: str = ".qweight"
-    needs_library: bool = True
+    kind = "GPTQ"
 
-    @property
-    def name(self) -> str:
-        """What is said of the format in reports."""
-        return f"4 bits in groups of {self.group} (GPTQ)"
+    added: int
 
     def wanted(self, n: int, k: int) -> Wanted:
-        _require_groups(k, self.group)
-        groups = k // self.group
+        groups = self._num_groups(k)
         return {
             "qweight": kinds(("I32",), (k // 8, n)),
             "qzeros": kinds(("I32",), (groups, n // 8)),

@@ -42,17 +42,14 @@ class Turns:
         end = time.monotonic() + self._seconds
         try:
             for _ in range(min(sum(map(len, self._waiting.values())), self._most)):
-                self._run_next()
+                network = next(iter(self._waiting))
+                waiting = self._waiting.pop(network)
+                work = waiting.pop() if self._newest_first else waiting.popleft()
+                if waiting:
+                    self._waiting[network] = waiting  # behind the other networks
+                work()
                 if time.monotonic() >= end:
                     break
         finally:
             self._is_scheduled = False
             self._schedule()
-
-    def _run_next(self) -> None:
-        network = next(iter(self._waiting))
-        waiting = self._waiting.pop(network)
-        work = waiting.pop() if self._newest_first else waiting.popleft()
-        if waiting:
-            self._waiting[network] = waiting  # behind the other networks
-        work()

@@ -24,7 +24,9 @@ def read(source: Source, tools: Mapping[str, Any]) -> Steps[None]:
         if header is None:
             break
         recipient, channel = _RECIPIENT.search(header[1]), _CHANNEL.search(header[1])
-        name = None if recipient is None else _tool(recipient[1], tools)
+        # The function that it goes to, whose name has functions. before it or not.
+        names = () if recipient is None else (recipient[1], recipient[1].removeprefix("functions."))
+        name = next((one for one in names if one in tools), None)
         if name is not None and (yield from _has_arguments(source)):
             yield CallBegins(name)
             if (yield from begins_arguments(source)):
@@ -47,12 +49,6 @@ def _has_text(source: Source) -> Steps[bool]:
     while not source.text and not source.ended:
         yield None
     return bool(source.text)
-
-
-def _tool(recipient: str, tools: Mapping[str, Any]) -> str | None:
-    """Returns the function that a message goes to, whose name has functions. before it or not."""
-    names = (recipient, recipient.removeprefix("functions."))
-    return next((name for name in names if name in tools), None)
 
 
 def _has_arguments(source: Source) -> Steps[bool]:

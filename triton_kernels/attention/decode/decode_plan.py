@@ -22,7 +22,6 @@ its M members. Item i of a prefix has the parts from i * M on, item i of a reque
     parts  0 ├─ M parts of item 0 ─┼─ M of item 1 ─┼ … ┤ own_parts ├─ one part per item of a request …
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -45,6 +44,9 @@ from . import decode_tuning
 ITEM_FIELDS = tl.constexpr(4)  # request (or -1 - prefix), row, first key, end of the keys
 SHARE_FIELDS = tl.constexpr(8)  # first item, and its fields
 PART_FIELDS = tl.constexpr(4)  # first of the request's own parts, their number; the same of its shared prefix
+_PREFIXES = Tensors(
+    members="contiguous int32 [P, M]", keys="contiguous int32 [P]", place="contiguous int32 [B]"
+)
 
 
 class SharedPrefixGroups(NamedTuple):
@@ -229,10 +231,8 @@ def _decode_plan(
     if num_requests == 0:
         return
     num_prefixes, num_members = (0, 1) if prefixes is None else prefixes.members.shape
-    block_r, num_queries = (
-        tuning.block_for(num_prefixes + num_requests),
-        plan.num_queries if plan.limits else 1,
-    )
+    block_r = tuning.block_for(num_prefixes + num_requests)
+    num_queries = plan.num_queries if plan.limits else 1
     _plan_kernel[(1,)](
         rows,
         lengths,
@@ -286,7 +286,9 @@ def decode_plan(
     if num_queries > 1 and any(one.is_for_one_query for one in limits):
         raise ValueError(f"a plan with {limits} has one query a request; got {num_queries}")
     if shared_prefixes is not None:
-        _check_prefixes(shared_prefixes, num_requests, limits)
+        if any(one.flags.is_short for one in limits):
+            raise ValueError(f"shared prefixes are for layers without a window; got {limits}")
+        _PREFIXES.check({"B": num_requests}, **shared_prefixes._asdict())
         if shared_prefixes.members.shape[1] < 2:
             shared_prefixes = None
     num_prefixes, num_members = (0, 1) if shared_prefixes is None else shared_prefixes.members.shape
@@ -315,14 +317,3 @@ def decode_plan(
     plan = DecodePlan(items, shares, parts.view(-1, PART_FIELDS.value), split, None, limits, num_queries)
     _decode_plan(rows, lengths, shared_prefixes, plan, prefix_parts)
     return plan if shared_prefixes is None else plan._replace(members=shared_prefixes.members)
-
-
-_PREFIXES = Tensors(
-    members="contiguous int32 [P, M]", keys="contiguous int32 [P]", place="contiguous int32 [B]"
-)
-
-
-def _check_prefixes(prefixes: SharedPrefixGroups, num_requests: int, limits: Sequence[Variant]) -> None:
-    if any(one.flags.is_short for one in limits):
-        raise ValueError(f"shared prefixes are for layers without a window; got {limits}")
-    _PREFIXES.check({"B": num_requests}, **prefixes._asdict())

@@ -29,6 +29,7 @@ from lightkv.triton_kernels.write.write_kv import rotate_reference
 from .lookup import Lookup, LookupHooks
 
 _SINK_TILE = tl.constexpr(16)  # keys; the fewest that a dot product takes
+_ANGLES = Tensors(cos="contiguous float32 [T, n]", sin="contiguous float32 [T, n]")
 
 
 class SinkRotation(NamedTuple):
@@ -223,7 +224,9 @@ class RingRows(Lookup):
     def check_decode(self, q: Tensor, variants: Sequence[Variant], stored: KVFormat) -> None:
         is_limited, ring = bool(limits(variants)), self.ring
         if self.rotation is not None:
-            _check_rotation(self.rotation, len(q), q.shape[2])
+            pairs = _ANGLES.check({"T": len(q)}, **self.rotation._asdict())["n"]
+            if 2 * pairs > q.shape[2]:
+                raise ValueError(f"a rotation of {pairs} pairs; a key has {q.shape[2] // 2}")
             if is_limited or not ring.sinks:
                 raise ValueError("a rotation for sinks, but the layer sees no ring's sinks; pass none")
             if stored.elements.has_hadamard:
@@ -347,16 +350,6 @@ def ring_slots_reference(index: Tensor, rows: Tensor, positions: Tensor, ring: R
 # The rotation of sinks
 
 
-_ANGLES = Tensors(cos="contiguous float32 [T, n]", sin="contiguous float32 [T, n]")
-
-
-def _check_rotation(rotation: SinkRotation, num_tokens: int, key_dim: int) -> None:
-    """Raises ValueError unless these are angles for `num_tokens` queries of `key_dim` dims."""
-    _ANGLES.check({"T": num_tokens}, **rotation._asdict())
-    if 2 * rotation.cos.shape[1] > key_dim:
-        raise ValueError(f"a rotation of {rotation.cos.shape[1]} pairs; a key has {key_dim // 2}")
-
-
 @triton.jit(do_not_specialize_on_alignment=["lengths"])
 def _rotation_kernel(
     lengths,
@@ -403,11 +396,7 @@ def rotation_for(lengths: Tensor, ring: Ring, inverse: Tensor) -> SinkRotation:
 
 def rotation_reference(lengths: Tensor, ring: Ring, inverse: Tensor) -> SinkRotation:
     """Computes `rotation_for` in plain torch."""
-    angles = dropped_tokens(lengths, ring).double()[:, None] * inverse
-    return SinkRotation(angles.cos().float(), angles.sin().float())
-
-
-def dropped_tokens(lengths: Tensor, ring: Ring) -> Tensor:
-    """Returns what `Ring.dropped` says of the newest token of each ring of so many tokens, int64 `[B]`."""
     beyond = lengths.long() - 1 - ring.capacity
-    return torch.where(beyond < 0, 0, (beyond // ring.stride + 1) * ring.stride)
+    dropped = torch.where(beyond < 0, 0, (beyond // ring.stride + 1) * ring.stride)  # as of `Ring.dropped`
+    angles = dropped.double()[:, None] * inverse
+    return SinkRotation(angles.cos().float(), angles.sin().float())

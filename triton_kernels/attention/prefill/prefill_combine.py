@@ -127,14 +127,6 @@ def most_partial_bytes(
     return found
 
 
-def _launch_for(num_kv_heads: int) -> tuning.Launch:
-    """Returns the launch: rows of a tile per program in `block_m`, fewer where few K/V
-    heads have many parts each, and parts that are loaded at a time in `block_n`."""
-    if num_kv_heads >= 8:
-        return tuning.Launch(block_m=16, block_n=4, num_warps=8, num_stages=1)
-    return tuning.Launch(block_m=8, block_n=4, num_warps=4, num_stages=1)
-
-
 def combine_tiles(
     partial_out: Tensor, partial_lse: Tensor, items: Tensor, out: Tensor, lse: Tensor | None
 ) -> None:
@@ -151,7 +143,9 @@ def combine_tiles(
     num_parts, num_kv_heads, block_m, value_dim = partial_out.shape
     if num_parts < 4:  # a tile is cut where a share begins
         return
-    launch = _launch_for(num_kv_heads)
+    # Rows of a tile per program, fewer where few K/V heads have many parts each, and parts loaded at a time.
+    rows, num_warps = (16, 8) if num_kv_heads >= 8 else (8, 4)
+    launch = tuning.Launch(block_m=rows, block_n=4, num_warps=num_warps, num_stages=1)
     _combine_kernel[(num_kv_heads, block_m // launch.block_m, num_parts // 2 - 1)](
         partial_out,
         partial_lse,

@@ -43,7 +43,6 @@ class Chunk(Variant):
         return _Data(tl.constexpr(self.size))
 
     def first_key(self, position: int) -> int:
-        """Returns the first key that a query at `position` sees."""
         return max(position, 0) // self.size * self.size
 
     def most_keys(self) -> int:

@@ -44,7 +44,6 @@ class Window(Variant):
         return _Data(tl.constexpr(self.size))
 
     def first_key(self, position: int) -> int:
-        """Returns the first key that a query at `position` sees."""
         return max(position - self.size + 1, 0)
 
     def most_keys(self) -> int:

@@ -3,7 +3,7 @@
 A model is known by the name of its class here, since its attention modules have to be called in their own way.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -74,8 +74,10 @@ def adapt(model: PreTrainedModel) -> int:
     way than by `compute`, the model computes what it did before. This is for models that the engine loaded: it
     replaces forward passes of their modules, and sets `layer_idx` of modules that lack it.
     """
-    if type(model).__name__ == "Zamba2ForCausalLM":
-        _number_blocks(model.model.layers)
+    if type(model).__name__ == "Zamba2ForCausalLM":  # whose blocks are told their layer in each call
+        for idx, layer in enumerate(model.model.layers):
+            if hasattr(layer, "shared_transformer"):
+                layer.shared_transformer.self_attn.layer_idx = idx
     select_logits(model)
     family = FAMILIES.get(type(model).__name__)
     if family is None or kept_handler(model) is not None or not (modules := adapted_modules(model)):
@@ -107,13 +109,6 @@ def adapted_modules(model: PreTrainedModel) -> list[Any]:
     family = FAMILIES[type(model).__name__]
     found = [module for module in model.modules() if type(module).__name__ == family.module]
     return [module for module in found if family.marker is None or hasattr(module, family.marker)]
-
-
-def _number_blocks(layers: Iterable[Any]) -> None:
-    """Sets `layer_idx` of the attention of Zamba2's blocks, which are told their layer in each call."""
-    for idx, layer in enumerate(layers):
-        if hasattr(layer, "shared_transformer"):
-            layer.shared_transformer.self_attn.layer_idx = idx
 
 
 def _give_handler(

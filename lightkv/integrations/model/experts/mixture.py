@@ -14,6 +14,7 @@ registered there. It has their arguments and their attributes: no class is known
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -58,7 +59,7 @@ from lightkv.triton_kernels.layers.expert_rows import (
     weighted_sum_reference,
 )
 
-from .router import find_router, set_router_forward
+from .router import find_router, router_forward
 
 _NAME = "lightkv"  # of our function of experts
 _OWN = "grouped_mm"  # of the one that it stands in for
@@ -187,7 +188,7 @@ def fuse_experts(block: nn.Module, plan: RouterPlan | None, like: Tensor) -> str
         router = None if plan is None else getattr(block, plan.name, None)
         if plan is None or router is None or has_hooks(router) or router._modules:
             return "its plan names no router"
-        set_router_forward(router, find_router(router, plan, like))
+        router.forward = partial(router_forward, router, find_router(router, plan, like))
     except NotFusable as error:
         return str(error)
     return None

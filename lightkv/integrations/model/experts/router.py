@@ -1,8 +1,7 @@
 """Gives routers, which map tokens to logits, weights and ids of experts, a forward pass in one product and one
 kernel."""
 
-from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -63,11 +62,6 @@ def router_forward(module: nn.Module, router: Router, *args: Any, **kwargs: Any)
     if len(args) != 1 or kwargs:
         return type(module).forward(module, *args, **kwargs)
     return router.forward(args[0])
-
-
-def set_router_forward(module: nn.Module, router: Router) -> None:
-    """Gives `module` the forward pass `router_forward`."""
-    cast(Any, module).forward = partial(router_forward, module, router)
 
 
 def find_router(module: nn.Module, plan: RouterPlan, like: Tensor) -> Router:
