@@ -63,6 +63,11 @@ def mixture(found: Any) -> Iterator[float]:
     )
 
 
+def few_bits(found: Any) -> Iterator[float]:
+    found = found["models"]["4 bits in groups of 128"]
+    yield from both(found, "decode step, batch 1", "decode step, batch 32", "first token of 2,048")
+
+
 def over_http(found: Any) -> Iterator[float]:
     levels = [f"HTTP, {clients} clients" for clients in (1, 32, 256)]
     rates = [f"{level}: tokens/s" for level in levels]
@@ -121,6 +126,7 @@ def admission(found: Any) -> Iterator[float]:
 
 FIGURES: dict[str, Callable[[Any], Iterator[float]]] = {
     "vllm-peer-in-process-h200.json": in_process,
+    "vllm-peer-few-bits-h200.json": few_bits,
     "vllm-peer-qwen3-moe-12-layers-h200.json": mixture,
     "vllm-peer-h200.json": over_http,
     "lifelike-h100.json": lifelike,
