@@ -45,7 +45,7 @@ from bench.common.report import (
     refuse,
     save_json,
 )
-from bench.serving.lifelike import ANSWER_SECONDS, Sent, Target, figures, warm_up
+from bench.serving.lifelike import ANSWER_SECONDS, SETTLE_SECONDS, Sent, Target, figures, warm_up
 from bench.serving.lifelike_cells import CELLS, Source
 from bench.serving.load_client import Answer, Endpoint, RequestFailed, closed_loop
 from bench.serving.served import Server, ServerFailed, parse_with_serve
@@ -59,7 +59,7 @@ Save = Callable[[Results], None]
 
 LEAST_REQUESTS = 4  # of a round
 WARM_UP_ROUNDS = 1
-POLL_SECONDS = 0.1
+POLL_SECONDS, CAPTURE_SECONDS = 0.1, 300.0
 DRAIN_SECONDS = 45.0  # that a cell may take beyond its time
 ROUTER_STEPS = 100  # of a turn
 
@@ -133,8 +133,14 @@ class RouterProcess:
 
 
 def settle(endpoint: Endpoint) -> None:
-    """Waits until a service has captured all its CUDA graphs, which it does while it has no requests."""
-    while uvloop.run(endpoint.get("/load"))["num_missing_graphs"]:
+    """Waits until a service has captured all its CUDA graphs, which it does while it has no requests. Raises
+    RequestFailed where it does not come to that."""
+    end = time.monotonic() + CAPTURE_SECONDS
+    while (load := uvloop.run(endpoint.get("/load")))["num_missing_graphs"]:
+        if load["state"] != "ready" or time.monotonic() > end:
+            raise RequestFailed(
+                f"a service is {load['state']} with {load['num_missing_graphs']} graphs to capture"
+            )
         time.sleep(POLL_SECONDS)
 
 
@@ -154,8 +160,11 @@ def figures_of(answers: Sequence[Answer]) -> dict[str, float]:
 
 
 def figures_of_cell(sent: Sequence[Sent]) -> dict[str, float]:
-    """Returns times of a cell in milliseconds; lower is better in all."""
+    """Returns times of a cell in milliseconds; lower is better in all. Raises RequestFailed where the answers
+    are too few for them."""
     found = figures(sent, 1.0)
+    if not found.get("between_pieces_ms"):
+        raise RequestFailed(f"{found['completed']} of {len(sent)} requests answered; give more --seconds")
     return {
         "first token, p50": found["ttft_ms"]["p50"],
         "first token, p99": found["ttft_ms"]["p99"],
@@ -224,6 +233,7 @@ def measure_cells(endpoints: Mapping[str, Endpoint], options: argparse.Namespace
             drawn = source._replace(seed=next(seeds[side])).sessions(
                 cell, options.saturation, options.seconds
             )
+            time.sleep(SETTLE_SECONDS)  # the other service may still have requests that were cut off
             return uvloop.run(targets[side].play(drawn, options.seconds, DRAIN_SECONDS, cell.stated))
 
         rounds, lost = [], dict.fromkeys(targets, 0)
@@ -307,12 +317,12 @@ def main() -> None:
         help="folder of the compiled kernels, which kernels/alternate.py has too",
     )
     options = parse_with_serve(made, None)
+    if options.cells and options.traces is None:
+        refuse("cells have the lengths of Azure's trace; give its folder by --traces")
     print_machine()
     cache = options.cache.resolve()
     trees = {side: Tree(getattr(options, side), cache / side) for side in ("old", "new")}
     arguments = [options.model, *options.serve]
-    if options.cells and options.traces is None:
-        refuse("cells have the lengths of Azure's trace; give its folder by --traces")
     names = (
         "concurrency",
         "prompt",
@@ -322,6 +332,7 @@ def main() -> None:
         "cell_rounds",
         "saturation",
         "seconds",
+        "max_length",
         "serve",
     )
     settings: Results = {name: getattr(options, name) for name in names}

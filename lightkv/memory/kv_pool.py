@@ -14,7 +14,7 @@ import torch
 from lightkv.counts import checked_count
 from lightkv.errors import OutOfMemory
 from lightkv.layer_groups import Lane
-from lightkv.triton_kernels.quantised.kv_format import KVFormat
+from lightkv.triton_kernels.quantised.kv_format import Elements, KVFormat
 from lightkv.triton_kernels.quantised.quantise_reference import (
     dequantise,
     hadamard,
@@ -282,10 +282,11 @@ class KVPool:
         if scales is None:
             return k, v
         of_k, of_v = split_scales(scales[slots], of_layer, self.spec.heads(layer_idx).k_dim)
-        k, v = dequantise(k, of_k, of_layer.elements), dequantise(v, of_v, of_layer.elements)
-        if of_layer.elements.has_hadamard:
-            k, v = self.apply_hadamard(k), self.apply_hadamard(v)
-        return k.to(self.spec.dtype), v.to(self.spec.dtype)
+        return self._restored(k, of_k, of_layer.elements), self._restored(v, of_v, of_layer.elements)
+
+    def _restored(self, stored: torch.Tensor, scales: torch.Tensor, elements: Elements) -> torch.Tensor:
+        heads = dequantise(stored, scales, elements)
+        return (self.apply_hadamard(heads) if elements.has_hadamard else heads).to(self.spec.dtype)
 
 
 def free_bytes(device: torch.device) -> int:

@@ -209,14 +209,18 @@ class EngineSizes:
         logits = limits.max_num_seqs * limits.vocab_size * 4 * _LOGITS_COPIES
         per_token = widest * shape.spec.dtype.itemsize * _HIDDEN_COPIES
         hidden = limits.max_step_tokens * per_token
-        # The scratch of one layer's attention: they run one after the other.
-        backends = make_backends(self.config.attention_backend, self.device, shape.layers)
-        most = limits.max_step_tokens, shape.spec.dtype, self.device
-        scratch = max(backend.scratch_bytes(*most) for backend in backends)
-        scratch += SCRATCH_BYTES if shape.spec.format.is_quantised and self.device.type == "cuda" else 0
+        scratch = self._scratch_bytes(shape)
         # Graphs have memory of their own, which eager steps and their sampling do not use.
         graphs = 0
         if use_graphs(self.config, self.device):
             logits_row = limits.vocab_size * 4
             graphs = graphs_bytes(limits.max_num_seqs, limits.max_step_tokens, per_token, logits_row, scratch)
         return table + sampling + logits + hidden + scratch + graphs
+
+    def _scratch_bytes(self, shape: ModelShape) -> int:
+        """Returns the bytes that the attention of a layer needs in a step; layers run one after the other."""
+        backends = make_backends(self.config.attention_backend, self.device, shape.layers)
+        most, dtype = self.limits.max_step_tokens, shape.spec.dtype
+        parts = max(backend.scratch_bytes(most, dtype, self.device) for backend in backends)
+        is_restored = shape.spec.format.is_quantised and self.device.type == "cuda"
+        return parts + (SCRATCH_BYTES if is_restored else 0)

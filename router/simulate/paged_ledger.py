@@ -103,18 +103,22 @@ class PagedLedger(PaddedLedger):
     def extend(self, sequences: Seq[Sequence], counts: Seq[int]) -> Alloc:
         """Allocates the pages for `counts[i]` more tokens of `sequences[i]`; evicts cached pages."""
         slots = self._slots_for(sequences, counts)
-        if slots > self.num_free:  # else `extend` below raises what is wrong
-            longest = max(one.length + count for one, count in zip(sequences, counts, strict=True))
-            if longest > self.max_entries:
-                raise SequenceTooLong(longest, self.max_entries)
-            for sequence in sequences:
-                self.require_open(sequence)
-            if slots > self.num_available:
-                raise OutOfTokens(slots, self.num_available, self.capacity)
-            self.evict(slots - self.num_free)
+        if slots > self.num_free:
+            self._make_page_room(slots, sequences, counts)
         alloc = super().extend(sequences, counts)
         self.padding += slots - sum(counts)
         return alloc
+
+    def _make_page_room(self, slots: int, sequences: Seq[Sequence], counts: Seq[int]) -> None:
+        """Evicts pages until `slots` are free. Raises OutOfTokens, and what `extend` would raise after it."""
+        longest = max(one.length + count for one, count in zip(sequences, counts, strict=True))
+        if longest > self.max_entries:
+            raise SequenceTooLong(longest, self.max_entries)
+        for sequence in sequences:
+            self.require_open(sequence)
+        if slots > self.num_available:
+            raise OutOfTokens(slots, self.num_available, self.capacity)
+        self.evict(slots - self.num_free)
 
     def publish(self, sequence: Sequence) -> None:
         """Lets other sequences hit the whole pages that the sequence has of its prompt."""

@@ -59,6 +59,8 @@ def prepare_linears(
     """
     linears = Linears()
     shared = shared_parameters(model)
+    # Else a weight could come to lie in large memory that a pass has freed, which torch could not give back.
+    torch.cuda.empty_cache()
     for layer, groups in (one_input or {}).items():
         linears.joined |= _join_in(layer, groups, shared)
         linears.names |= groups
@@ -157,8 +159,6 @@ def _join_in(
     """Joins each of `groups` in a decoder layer; returns the weights by the module that they are in."""
     on_gpu = any(parameter.is_cuda for parameter in layer.parameters())
     before = [parameter.data for parameter in layer.parameters()] if on_gpu else []
-    if on_gpu:
-        torch.cuda.empty_cache()  # else a weight could lie in a large piece that a pass before has freed
     joined = {
         module: one for module, names in groups.items() if (one := join(module, names, shared)) is not None
     }

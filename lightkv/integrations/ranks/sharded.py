@@ -15,7 +15,7 @@ A decoder layer so has two sums: behind the attention's output projection, and b
 """
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any, cast
@@ -241,12 +241,8 @@ def _plan(model: Any, ranks: RankGroup) -> dict[str, str]:
     num_heads = text.num_attention_heads
     num_kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
     splits_heads = any(_last(key) == "q_proj" and style == "colwise" for key, style in plan.items())
-    allowed = [
-        size
-        for size in range(2, num_heads + 1)
-        if num_heads % size == 0 and (num_kv_heads % size == 0 or size % num_kv_heads == 0)
-    ]
-    if splits_heads and ranks.size not in (1, *allowed):
+    if splits_heads and (num_heads % ranks.size or (num_kv_heads % ranks.size and ranks.size % num_kv_heads)):
+        allowed = [size for size in range(2, num_heads + 1) if _fits(num_heads, num_kv_heads, size)]
         raise UnsupportedModel(
             name,
             f"{num_heads} heads and {num_kv_heads} K/V heads cannot be divided among {ranks.size} ranks, "
@@ -267,6 +263,10 @@ def _for_loader(plan: Mapping[str, str], model: nn.Module) -> dict[str, str]:
     """Returns what transformers' loader divides by the plan: quantised experts are no parameters."""
     names = {_generic(name) for named in (model.named_modules, model.named_parameters) for name, _ in named()}
     return {key: style for key, style in plan.items() if key in names}
+
+
+def _fits(num_heads: int, num_kv_heads: int, size: int) -> bool:
+    return num_heads % size == 0 and (num_kv_heads % size == 0 or size % num_kv_heads == 0)
 
 
 def _last(name: str) -> str:
@@ -294,10 +294,7 @@ def _divide(model: PreTrainedModel, ranks: RankGroup, plan: Mapping[str, str]) -
             if isinstance(experts, DivisibleExperts):
                 style = plan.get(_generic(f"{name}.{own}"), "replicate")
                 setattr(module, own, _own_experts(experts, style, ranks))
-    for name, module in list(root.named_modules()):
-        if (key := _generic(name)) not in plan:
-            continue
-        style = plan[key]
+    for name, module, style in list(_styled(root, plan)):
         if isinstance(module, nn.Linear | WeightPart):
             whole_in, whole_out = module.in_features, module.out_features
             if isinstance(module, WeightPart):
@@ -365,6 +362,13 @@ def _divide_sizes(owner: Any, names: Iterable[str], ranks: RankGroup) -> None:
     for name in names:
         if hasattr(owner, name):
             setattr(owner, name, getattr(owner, name) // ranks.size)
+
+
+def _styled(root: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yields the modules that the plan names, with their names and styles."""
+    for name, module in root.named_modules():
+        if (key := _generic(name)) in plan:
+            yield name, module, plan[key]
 
 
 def _generic(name: str) -> str:

@@ -31,7 +31,7 @@ class QuantisedExperts:
     them as `[E, K, N]`, which is the shape that is told then.
 
     Args:
-        of: gets the form in which the library multiplies it, where it does.
+        of: is put into the order of the library where the library multiplies it.
     """
 
     def __init__(self, of: QuantisedWeight, num: int, is_transposed: bool) -> None:

@@ -48,16 +48,16 @@ class LibraryTensors(NamedTuple):
 
 
 class OrderedTensors(NamedTuple):
-    """A weight, or the weights of experts, in the order of the library, which `config` describes.
+    """A weight, or the weights of experts, in the order of the library, and the kernels that multiply it.
 
-    `tensors`: the numbers on a GPU, and the others, which are small, on the CPU: on the GPU they could come to
-    lie in memory that the weight had before, of which torch could then give nothing back. `bias`: as it was.
-    `kind`: as in `LibraryTensors`. `shape`: `(N, K)`. `num_experts`: 0 for one weight. `dtype`: of inputs and
-    outputs.
+    `tensors`: the numbers on a GPU, and the others, which are small, on the CPU. On the GPU they could come to
+    lie in memory that the weight had before, and torch could not give that memory back. `bias`: `[N]` in its
+    own order, on the GPU. `kind`: as in `LibraryTensors`. `shape`: `(N, K)`. `num_experts`: 0 for one weight.
+    `dtype`: of inputs and outputs.
     """
 
-    config: Any
     tensors: dict[str, Tensor]
+    kernels: Tensor
     bias: Tensor | None
     kind: str
     shape: tuple[int, int]
@@ -68,7 +68,7 @@ class OrderedTensors(NamedTuple):
 def in_order(
     weight: LibraryTensors, bias: Tensor | None, dtype: torch.dtype, num_experts: int = 0
 ) -> OrderedTensors:
-    """Copies a weight into the order of the library.
+    """Copies a weight into the order of the library, and compiles its kernels.
 
     Args:
         weight: on a GPU.
@@ -114,7 +114,8 @@ def in_order(
     config, tensors = prepare_fp16_e8m0_scale(config, tensors)
     tensors = transform_humming_tensors(config, tensors)
     moved = {name: one if name == "weight" else one.cpu() for name, one in tensors.items()}
-    return OrderedTensors(config, moved, bias, weight.kind, (num_rows, num_columns), num_experts, dtype)
+    kernels, shape = _kernels(config, weight.numbers.device), (num_rows, num_columns)
+    return OrderedTensors(moved, kernels, bias, weight.kind, shape, num_experts, dtype)
 
 
 class HummingProduct:
@@ -124,7 +125,7 @@ class HummingProduct:
     def __init__(self, ordered: OrderedTensors) -> None:
         from humming import ops
 
-        config, tensors, bias, kind, shape, self._num_experts, self._dtype = ordered
+        tensors, self._kernels, bias, kind, shape, self._num_experts, self._dtype = ordered
         (self._num_rows, self._num_columns), self.device = shape, tensors["weight"].device
         torch.cuda.empty_cache()
         self._tensors = {name: one.to(self.device) for name, one in tensors.items()}
@@ -134,7 +135,6 @@ class HummingProduct:
             words, held_scales = self._tensors["weight"], self._tensors["weight_scale"]
             held = Int4Tensors(words, held_scales, self._tensors.get("zero_point"))
             self._few = held, bias, tickets_for(self._num_rows, self.device)
-        self._kernels = _kernels(config, self.device)
         self._locks = torch.zeros(_NUM_LOCKS, dtype=torch.int32, device=self.device)
         ops.utils.init_humming_launcher()
         self._launch = ops.launch_kernel

@@ -168,8 +168,11 @@ class QuantisedWeight(ABC):
         return y if out is None else out.copy_(y)
 
     def place(self, num_experts: int = 0) -> bool:
-        """Gives the weight, or that of so many experts, the form in which the library multiplies it, where it
-        does, and lets go of the other. Returns whether it did. A weight is not joined or divided after that."""
+        """Puts the weight into the order of the library where the library multiplies it, and lets go of the
+        tensors that it had. Returns whether it did. A weight is not joined or divided after that.
+
+        `num_experts`: whose rows the weight has; 0: it is one weight. With experts `product` multiplies
+        afterwards, and `dense` returns `[E, N, K]`."""
         is_ours = not self.by_library and not num_experts
         fits = can_multiply(self.shape[1], self.tensors.data, self.dtype)
         if is_ours or self.product is not None or not fits:

@@ -299,10 +299,7 @@ class Desk:
         if params.n > settings.max_answers:
             raise InvalidParams("n", params.n, f"1 to {settings.max_answers}")
         if (num_prompts or 1) * params.n > settings.max_queued_requests:
-            # All answers have to be queued together.
-            most = f"at most {settings.max_queued_requests} answers at once, or start with a larger"
-            answers = f"{params.n} for each of {num_prompts or 1} prompts"
-            raise InvalidParams("n", answers, f"{most} --max-queued-requests")
+            raise self._over_queue(num_prompts or 1, params.n)
         context = info.limits.max_model_len
         priority = body.priority or 0
         if priority < 0 and not settings.allow_priority:
@@ -412,6 +409,12 @@ class Desk:
         if name not in known:
             raise UnknownModel(name, known)
         return name
+
+    def _over_queue(self, num_prompts: int, n: int) -> InvalidParams:
+        """Returns the error where the queue could never hold all answers, which have to be queued together."""
+        most = self.settings.max_queued_requests
+        allowed = f"at most {most} answers at once, or start with a larger --max-queued-requests"
+        return InvalidParams("n", f"{n} for each of {num_prompts} prompts", allowed)
 
 
 def json_response(content: Any, status: int = 200) -> Response:
