@@ -72,7 +72,8 @@ The models here are tiny and random. The released checkpoints of two families ne
   **MXFP4** (gpt-oss). Inputs stay in 16 bits, also where the checkpoint says that they are in fewer.
 
 On a GPU, weights of 4 bits and experts in all these formats are multiplied by humming-kernels (the extra
-`quantised`). Where it is missing there, they are refused, with what to install.
+`quantised`). On Hopper GPUs a kernel of lightkv multiplies up to 8 tokens with integers of 4 bits. Where the
+library is missing, such models are refused, with what to install.
 
 Everything else is multiplied with the dense weight, which is made for each product: on a CPU, and fp8 on other
 GPUs. `--dequantise` makes it once, while the model is loaded. Layers without scales in the files are plain.
@@ -202,6 +203,12 @@ def outcomes(directory: Path) -> Outcomes:
 
 def wrapper_outcomes(directory: Path) -> Outcomes:
     return {(name, ""): wrapper_outcome(name, directory / f"{name}-wrapper") for name in wrapper_cases()}
+
+
+def test_the_page_has_the_texts_of_this_file() -> None:
+    """A change of the page alone would be lost when this file writes it anew."""
+    written = PAGE.read_text(encoding="utf-8")
+    assert all(text in written for text in (HEAD, ENCODER_DECODERS, WRAPPERS.format(num=len(FAMILIES))))
 
 
 @pytest.mark.slow
