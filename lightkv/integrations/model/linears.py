@@ -58,12 +58,14 @@ def prepare_linears(
     a time. A model that was prepared before keeps the memory that its weights are in.
     """
     linears = Linears()
-    shared = shared_parameters(model)
+    shared, layers = shared_parameters(model), one_input or {}
     # Else a weight could come to lie in large memory that a pass has freed, which torch could not give back.
     torch.cuda.empty_cache()
-    for layer, groups in (one_input or {}).items():
+    for layer, groups in layers.items():
         linears.joined |= _join_in(layer, groups, shared)
         linears.names |= groups
+    if linears.joined and any(parameter.is_cuda for parameter in model.parameters()):
+        move_by_cpu(next(iter(layers)))
     if packed:
         _pack(model, linears)
     if few_tokens:
@@ -178,6 +180,21 @@ def _move(weight: Any, shared: set[nn.Parameter]) -> None:
     """Puts a weight into other memory, unless it is part of a larger tensor or stands in several places."""
     if weight not in shared and weight.untyped_storage().nbytes() == weight.nbytes:
         weight.data = weight.data.clone()
+
+
+def move_by_cpu(layer: nn.Module) -> None:
+    """Puts the weights of a layer on a GPU into memory that is free by now. The first layer that is joined gets
+    memory of its own, and the last one leaves as much free within the block that all weights were loaded into:
+    torch gives back the former."""
+    storages = {one.data_ptr(): one for one in map(Tensor.untyped_storage, layer.parameters())}
+    copies = [(one, one.cpu().clone()) for one in storages.values() if one.resizable()]
+    copies.sort(key=lambda pair: pair[0].nbytes(), reverse=True)
+    for storage, _ in copies:
+        storage.resize_(0)
+    torch.cuda.empty_cache()
+    for storage, copy in copies:
+        storage.resize_(copy.nbytes())
+        storage.copy_(copy)
 
 
 # --------------------------------------------------------------------------------
