@@ -26,6 +26,9 @@ from bench.kernels.attention_rows import (
     with_heads,
 )
 from lightkv import KVPool, KVSpec
+from lightkv.router.engine.step import NewRow
+from lightkv.router.model.sampler import Sampler
+from lightkv.router.sampling_params import SamplingParams
 from lightkv.triton_kernels.attention.paged_kv import AttentionOptions
 from lightkv.triton_kernels.attention.prefill.prefill_attention import prefill_attention
 from lightkv.triton_kernels.attention.prefill.prefill_plan import prefill_plan
@@ -38,6 +41,9 @@ SMALLER = 32  # a CPU, where nothing is timed, gets rows with so many times fewe
 TOKENS = (1, 64, 2048)  # of a write
 WRITTEN_FORMATS = ("auto", "int8", "fp8-static", "int8-g8", "int4")
 WRITES = 16  # in a graph: a single one takes about as long as an empty kernel
+SAMPLED = (1, 32, 256)  # rows of logits
+VOCAB_SIZE = 128_256
+SETTINGS = {"greedy": {"temperature": 0.0}, "random": {"temperature": 0.7}, "top-p": {"top_p": 0.9}}
 SLOTS = 2**18  # of a pool that is written to: more than fit the L2 cache
 
 Sides = dict[str, Callable[[], Any]]
@@ -71,6 +77,8 @@ def rows(device: torch.device) -> dict[str, Callable[[], Sides]]:
             found[name] = partial(_quantised, kind, _smaller(row, small))
     for name in WRITTEN_FORMATS:
         found[f"write: {name}"] = partial(_writes, name, device)
+    for count in SAMPLED:
+        found[f"sample: {count}"] = partial(_samples, max(1, count // small), device)
     return found
 
 
@@ -140,6 +148,20 @@ def _quantised(kind: Any, row: Row) -> Sides:
         sides[name] = partial(step.run, kv, step.batch.empty_out())
         if name == "int8" and isinstance(step, in_formats.Prefill):
             sides[f"{name}, no scratch"] = partial(step.run_directly, kv, step.batch.empty_out())
+    return sides
+
+
+def _samples(count: int, device: torch.device) -> Sides:
+    """Returns the sampling of so many tokens, as the steps of a model do it."""
+    logits = torch.randn(count, VOCAB_SIZE, device=device).mul_(3).to(torch.bfloat16)
+    rows = torch.arange(1, count + 1, device=device)
+    sides: Sides = {}
+    for name, fields in SETTINGS.items():
+        params = SamplingParams(**fields)
+        sampler = Sampler(count + 1, VOCAB_SIZE, device)
+        sampler.set_rows([NewRow(row + 1, params, row) for row in range(count)])
+        sampler.enable_logit_edits()
+        sides[name] = lambda own=sampler, kind=params.kind: own.sample(logits, rows, rows, kind).tokens
     return sides
 
 

@@ -5,7 +5,6 @@ changes logits, and `draw.py` draws tokens. Everything runs on the current strea
 neither synchronises nor has data-dependent shapes, so it can be captured in a CUDA graph.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -20,15 +19,12 @@ from lightkv.router.sampling_params import MAX_LOGPROBS, SamplerKind, SamplingPa
 from lightkv.triton_kernels.layers.ban_tokens import ban_tokens, ban_tokens_reference
 from lightkv.triton_kernels.layers.draw import (
     MAX_VOCAB_SIZE,
-    pick,
-    token_weights_,
-    truncate_,
-    uniforms,
+    Draws,
+    draw_tokens,
+    draw_tokens_reference,
 )
 
 from .logit_edits import LogitEdits, Penalties, RowEdits
-
-_MOST_PARTS = 128  # of a row of logits
 
 # One line of the parameter table, uploaded whole: 48 bytes, which the device sees as six int64.
 _LINE = np.dtype(
@@ -177,17 +173,12 @@ class Sampler:
                 f"logits {tuple(logits.shape)}, rows {tuple(rows.shape)} and positions "
                 f"{tuple(positions.shape)}; give [B, {self.vocab_size}], [B] and [B]"
             )
-        if kind == SamplerKind.GREEDY:
+        if kind <= SamplerKind.RANDOM:
             scores = logits if masks is None else _ban(logits.clone(), masks)
-            tokens = _best(scores)[1].squeeze(1)
-            self._agree(tokens)
-            sampled = Sampled(tokens, None, None, None)
-        elif kind == SamplerKind.RANDOM:
-            lines = self._lines.index_select(0, rows)
-            scores = _scores(logits)
-            if masks is not None:
-                _ban(scores, masks)
-            tokens = _draw(scores, lines, positions)
+            draws = None
+            if kind == SamplerKind.RANDOM:
+                draws = _draws(self._lines.index_select(0, rows), positions)
+            tokens = _draw(scores, draws)
             self._agree(tokens)
             sampled = Sampled(tokens, None, None, None)
         else:
@@ -221,7 +212,7 @@ class Sampler:
                 "capture), or set a row that needs them"
             )
         lines = self._lines.index_select(0, rows)
-        scores = _scores(logits)
+        scores = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         log_mass = scores.logsumexp(dim=-1, keepdim=True)  # [B, 1]
         top_scores, top_ids = scores.topk(min(MAX_LOGPROBS, self.vocab_size), dim=-1)
         penalties = Penalties(
@@ -232,18 +223,13 @@ class Sampler:
         self._logit_edits.apply_(scores, rows, positions, penalties)
         if masks is not None:
             _ban(scores, masks)
-        tokens = _draw(scores, lines, positions, truncated)
+        tokens = _draw(scores, _draws(lines, positions), truncated)
         self._agree(tokens)
         self._logit_edits.count(rows, tokens)
         own_scores = logits.gather(1, tokens[:, None]).float()
         return Sampled(
             tokens, (own_scores - log_mass).squeeze(1), top_ids.to(torch.int32), top_scores - log_mass
         )
-
-
-def _scores(logits: Tensor) -> Tensor:
-    """Returns a float32 copy that may be changed in place."""
-    return logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
 
 
 def _ban(scores: Tensor, masks: Tensor) -> Tensor:
@@ -255,37 +241,22 @@ def _ban(scores: Tensor, masks: Tensor) -> Tensor:
     return scores
 
 
-def _draw(scores: Tensor, lines: Tensor, positions: Tensor, truncated: bool = False) -> Tensor:
-    """Draws tokens, int64 `[B]`, from scores, float32 `[B, V]`, which it overwrites.
-
-    `truncated`: top-k and top-p are applied.
-    """
-    temperature = _real(lines, "temperature")
-    best_score, best = _best(scores)
-    weights = token_weights_(scores, best_score, temperature, _real(lines, "min_p"))
-    if truncated:
-        truncate_(weights, _integer(lines, "top_k"), _real(lines, "top_p"))
-    drawn = pick(weights, uniforms(lines[:, 1], positions))
-    return torch.where(temperature > 0, drawn, best).squeeze(1)
+def _draw(scores: Tensor, draws: Draws | None, is_truncated: bool = False) -> Tensor:
+    """Returns what `draw_tokens` returns, on any device."""
+    function = draw_tokens if scores.is_cuda else draw_tokens_reference
+    return function(scores, draws, is_truncated)
 
 
-def _best(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the largest score of each row, and the lowest id that has it, both `[B, 1]`. A GPU reduces one
-    long row slowly, so parts of it come first."""
-    num_parts = math.gcd(scores.shape[1], _MOST_PARTS)
-    best, ids = scores.unflatten(1, (num_parts, -1)).max(dim=-1)
-    best, part = best.max(dim=-1, keepdim=True)
-    return best, ids.gather(1, part).add_(part, alpha=scores.shape[1] // num_parts)
+def _draws(lines: Tensor, positions: Tensor) -> Draws:
+    """Returns how the tokens at these positions are drawn by these lines of the table."""
+    reals = (_real(lines, "temperature"), _real(lines, "min_p"))
+    top_k = lines.view(torch.int32)[:, _LINE.fields["top_k"][1] // 4, None]  # type: ignore[index]
+    return Draws(*reals, top_k, _real(lines, "top_p"), lines[:, 1], positions)
 
 
 def _real(lines: Tensor, field: str) -> Tensor:
     column = _LINE.fields[field][1] // 4  # type: ignore[index]
     return lines.view(torch.float32)[:, column, None]  # [B, 1]
-
-
-def _integer(lines: Tensor, field: str) -> Tensor:
-    column = _LINE.fields[field][1] // 4  # type: ignore[index]
-    return lines.view(torch.int32)[:, column, None]  # [B, 1]
 
 
 def _neutral_lines(num_rows: int) -> np.ndarray:
