@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from lightkv.triton_kernels.compile_ahead import compile_ahead
 from lightkv.triton_kernels.layers.draw import MAX_VOCAB_SIZE, Draws, draw_tokens, draw_tokens_reference
 
 VOCAB_SIZES = [1, 97, 2048, 2049, 50_257]
@@ -57,6 +58,17 @@ def test_drawn_tokens_equal_the_reference(vocab_size: int, is_truncated: bool, d
     assert draw_tokens(scores[7:8], Draws(*(one[7:8] for one in draws)), is_truncated) == tokens[7]
 
 
+@pytest.mark.gpu
+def test_tokens_are_of_the_vocabulary_where_kernels_are_only_compiled(device: torch.device) -> None:
+    scores, draws = make_scores(36, 97, device), make_draws(36, device)
+    used = torch.full((4096,), -1, dtype=torch.int64, device=device)
+    del used  # what is allocated next has these numbers
+    with compile_ahead():
+        tokens = draw_tokens(scores, draws), draw_tokens(scores, draws, True), draw_tokens(scores)
+    assert all(one.min() >= 0 and one.max() < 97 for one in tokens)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_a_row_without_a_distribution_gets_some_token(device: torch.device) -> None:
     scores = torch.zeros(6, 4099, device=device)
     scores[0] = torch.nan

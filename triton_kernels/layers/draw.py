@@ -177,9 +177,10 @@ def draw_tokens(scores: Tensor, draws: Draws | None = None, is_truncated: bool =
     if scores.stride(1) != 1:
         raise ValueError(f"scores with strides {scores.stride()}; give contiguous rows")
     num_parts = triton.cdiv(num_tokens, _PART)
+    # Zeros are tokens, too: where kernels are only compiled (`compile_ahead`), something reads these.
+    drawn = torch.zeros(num_rows, dtype=torch.int64, device=scores.device)
     best = torch.empty((num_rows, num_parts), dtype=torch.float32, device=scores.device)
     ids = torch.empty_like(best, dtype=torch.int32)
-    drawn = torch.empty(num_rows, dtype=torch.int64, device=scores.device)
     if not num_rows:
         return drawn
     grid, options = (num_parts, num_rows), {"PART": _PART, "num_warps": 4}
