@@ -87,9 +87,8 @@ class SamplerKind(enum.IntEnum):
     """
 
     GREEDY = 0  # the argmax of the model's logits
-    RANDOM = 1  # temperature and min_p: one pass in vocabulary order
+    RANDOM = 1  # temperature, min_p, top-k and top-p
     EDITED = 2  # also logit bias, penalties, log-probabilities and min_tokens
-    FULL = 3  # also top-k and top-p, which sort the vocabulary
 
 
 class Grammar(msgspec.Struct, frozen=True):
@@ -210,8 +209,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @property
     def kind(self) -> SamplerKind:
         """The lowest kind that can sample this request. top-k, top-p and min-p never change an argmax."""
-        if not self.greedy and (self.top_k > 0 or self.top_p < 1):
-            return SamplerKind.FULL
         edited = self.penalised or self.logit_bias or self.bans_tokens
         if edited or self.logprobs is not None or self.min_tokens:
             return SamplerKind.EDITED

@@ -20,6 +20,7 @@ from lightkv.triton_kernels.layers.ban_tokens import ban_tokens, ban_tokens_refe
 from lightkv.triton_kernels.layers.draw import (
     MAX_VOCAB_SIZE,
     Draws,
+    Settings,
     draw_tokens,
     draw_tokens_reference,
 )
@@ -122,8 +123,8 @@ class Sampler:
         return num_rows * (8 + _LINE.itemsize + LogitEdits.bytes_per_row(vocab_size))
 
     def enable_logit_edits(self) -> None:
-        """Allocates the buffers of the kinds EDITED and FULL, unless they exist. Call it before a graph of
-        one of these kinds is captured."""
+        """Allocates the buffers of the kind EDITED, unless they exist. Call it before a graph of this kind is
+        captured."""
         if self._logit_edits is None:
             with torch.inference_mode(False):
                 self._logit_edits = LogitEdits(self.num_rows, self.vocab_size, self.device)
@@ -182,7 +183,7 @@ class Sampler:
             self._agree(tokens)
             sampled = Sampled(tokens, None, None, None)
         else:
-            sampled = self._sample_edited(logits, rows, positions, kind == SamplerKind.FULL, masks)
+            sampled = self._sample_edited(logits, rows, positions, masks)
         self.next_token.index_copy_(0, rows, sampled.tokens)
         return sampled
 
@@ -204,7 +205,7 @@ class Sampler:
             self._logit_edits.check()
 
     def _sample_edited(
-        self, logits: Tensor, rows: Tensor, positions: Tensor, truncated: bool, masks: Tensor | None
+        self, logits: Tensor, rows: Tensor, positions: Tensor, masks: Tensor | None
     ) -> Sampled:
         if self._logit_edits is None:
             raise LightKVError(
@@ -223,7 +224,7 @@ class Sampler:
         self._logit_edits.apply_(scores, rows, positions, penalties)
         if masks is not None:
             _ban(scores, masks)
-        tokens = _draw(scores, _draws(lines, positions), truncated)
+        tokens = _draw(scores, _draws(lines, positions))
         self._agree(tokens)
         self._logit_edits.count(rows, tokens)
         own_scores = logits.gather(1, tokens[:, None]).float()
@@ -241,17 +242,16 @@ def _ban(scores: Tensor, masks: Tensor) -> Tensor:
     return scores
 
 
-def _draw(scores: Tensor, draws: Draws | None, is_truncated: bool = False) -> Tensor:
+def _draw(scores: Tensor, draws: Draws | None) -> Tensor:
     """Returns what `draw_tokens` returns, on any device."""
-    function = draw_tokens if scores.is_cuda else draw_tokens_reference
-    return function(scores, draws, is_truncated)
+    return draw_tokens(scores, draws) if scores.is_cuda else draw_tokens_reference(scores, draws)
 
 
 def _draws(lines: Tensor, positions: Tensor) -> Draws:
     """Returns how the tokens at these positions are drawn by these lines of the table."""
     reals = (_real(lines, "temperature"), _real(lines, "min_p"))
     top_k = lines.view(torch.int32)[:, _LINE.fields["top_k"][1] // 4, None]  # type: ignore[index]
-    return Draws(*reals, top_k, _real(lines, "top_p"), lines[:, 1], positions)
+    return Draws(Settings(*reals, top_k, _real(lines, "top_p")), lines[:, 1], positions)
 
 
 def _real(lines: Tensor, field: str) -> Tensor:

@@ -1,28 +1,44 @@
 """Tests of the kernels that draw tokens, against their reference."""
 
+import itertools
+
 import pytest
 import torch
 
 from lightkv.triton_kernels.compile_ahead import compile_ahead
-from lightkv.triton_kernels.layers.draw import MAX_VOCAB_SIZE, Draws, draw_tokens, draw_tokens_reference
+from lightkv.triton_kernels.layers import draw
+from lightkv.triton_kernels.layers.draw import (
+    MAX_VOCAB_SIZE,
+    Draws,
+    Settings,
+    draw_tokens,
+    draw_tokens_reference,
+)
+from tests.support.combinations import slow
 
-VOCAB_SIZES = [1, 97, 2048, 2049, 50_257]
+VOCAB_SIZES = [1, 97, 2048, 2049, *slow(50_257)]
+TEMPERATURES, MIN_PS = (1.0, 0.0, 0.7, 3.0), (0.0, 0.05)
+TOP_KS, TOP_PS = (0, 1, 5, 200, 2**31 - 1), (1.0, 0.9, 0.4, 1e-6)
 
 
-def make_draws(num_rows: int, device: torch.device, seed: int = 0) -> Draws:
-    """Makes draws in all combinations of a few settings, which lie in one table as the sampler's do."""
-    generator = torch.Generator().manual_seed(seed)
-    table = torch.empty(num_rows, 6, dtype=torch.int64, device=device)
+def make_draws(device: torch.device) -> Draws:
+    """Makes a draw in each combination of settings, which lie in one table as the sampler's do; on a CPU in a
+    few of them, with each value."""
+    combinations = list(itertools.product(TEMPERATURES, MIN_PS, TOP_KS, TOP_PS))
+    combinations = combinations[:: 1 if device.type == "cuda" else 7]
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randint(-(2**62), 2**62, (len(combinations), 6), generator=generator).to(device)
     reals, integers = table.view(torch.float32), table.view(torch.int32)
-    row = torch.arange(num_rows, device=device)
-    reals[:, 4] = torch.tensor([1.0, 0.0, 0.7, 2.0], device=device)[row % 4]
-    reals[:, 5] = torch.tensor([0.0, 0.0, 0.05], device=device)[row % 3]
-    reals[:, 6] = torch.tensor([1.0, 0.9, 0.4], device=device)[row // 3 % 3]
-    integers[:, 7] = torch.tensor([0, 5, 200], device=device)[row // 9 % 3].int()
-    table[:, 1] = torch.randint(-(2**62), 2**62, (num_rows,), generator=generator).to(device)
-    positions = torch.randint(0, 2**20, (num_rows,), generator=generator).to(device)
-    columns = reals[:, 4:5], reals[:, 5:6], integers[:, 7:8], reals[:, 6:7]
-    return Draws(*columns, table[:, 1], positions)
+    for column, values in zip((4, 5, 7, 6), zip(*combinations, strict=True), strict=True):
+        (integers if column == 7 else reals)[:, column] = torch.tensor(values, device=device)
+    positions = torch.randint(0, 2**20, (len(combinations),), generator=generator).to(device)
+    settings = Settings(reals[:, 4:5], reals[:, 5:6], integers[:, 7:8], reals[:, 6:7])
+    return Draws(settings, table[:, 1], positions)
+
+
+def some(draws: Draws, rows: slice) -> Draws:
+    settings, seeds, positions = draws
+    return Draws(Settings(*(one[rows] for one in settings)), seeds[rows], positions[rows])
 
 
 def make_scores(num_rows: int, vocab_size: int, device: torch.device) -> torch.Tensor:
@@ -44,52 +60,63 @@ def test_the_likeliest_token_is_the_lowest_of_equals(
     assert draw_tokens(scores)[1] == vocab_size // 2
 
 
-@pytest.mark.parametrize("is_truncated", [False, True])
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
-def test_drawn_tokens_equal_the_reference(vocab_size: int, is_truncated: bool, device: torch.device) -> None:
-    draws = make_draws(36, device)
-    scores = make_scores(36, vocab_size, device)
+def test_drawn_tokens_equal_the_reference(vocab_size: int, device: torch.device) -> None:
+    draws = make_draws(device)
+    num_rows = len(draws.seeds)
+    scores = make_scores(num_rows, vocab_size, device)
     before = scores.clone()
-    tokens = draw_tokens(scores, draws, is_truncated)
+    tokens = draw_tokens(scores, draws)
     # Exponentials differ in their last bits, which moves the ends of the tokens' shares by as little.
-    differing = (tokens != draw_tokens_reference(scores, draws, is_truncated)).sum()
-    assert differing <= (0 if vocab_size < 3000 else 1)
+    assert (tokens != draw_tokens_reference(scores, draws)).sum() <= (vocab_size > 3000)
     assert torch.equal(scores, before)
-    assert draw_tokens(scores[7:8], Draws(*(one[7:8] for one in draws)), is_truncated) == tokens[7]
+    row = num_rows // 2 + 7
+    assert draw_tokens(scores[row : row + 1], some(draws, slice(row, row + 1))) == tokens[row]
+
+
+@pytest.mark.parametrize("few", [16, 1024])
+def test_what_top_k_and_top_p_leave_does_not_depend_on_how_many_are_searched_alone(
+    few: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More tokens than these have the same weight, so that the whole row is searched to the last bit."""
+    draws = make_draws(device)
+    scores = make_scores(len(draws.seeds), 5003, device)
+    expected = draw_tokens(scores, draws)
+    monkeypatch.setattr(draw, "_CANDIDATES", few)
+    monkeypatch.setattr(draw, "_CUT_BLOCK", 2048)
+    assert torch.equal(draw_tokens(scores, draws), expected)
 
 
 @pytest.mark.gpu
 def test_tokens_are_of_the_vocabulary_where_kernels_are_only_compiled(device: torch.device) -> None:
-    scores, draws = make_scores(36, 97, device), make_draws(36, device)
+    draws = make_draws(device)
+    scores = make_scores(len(draws.seeds), 97, device)
     used = torch.full((4096,), -1, dtype=torch.int64, device=device)
     del used  # what is allocated next has these numbers
     with compile_ahead():
-        tokens = draw_tokens(scores, draws), draw_tokens(scores, draws, True), draw_tokens(scores)
+        tokens = draw_tokens(scores, draws), draw_tokens(scores)
     assert all(one.min() >= 0 and one.max() < 97 for one in tokens)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_a_row_without_a_distribution_gets_some_token(device: torch.device) -> None:
-    scores = torch.zeros(6, 4099, device=device)
-    scores[0] = torch.nan
-    scores[1] = torch.inf
-    scores[2] = -torch.inf
-    scores[3, 4098] = torch.nan
-    scores[4, 7] = torch.inf
-    draws = make_draws(6, device)
-    for tokens in (draw_tokens(scores), draw_tokens(scores, draws), draw_tokens(scores, draws, True)):
-        assert tokens.min() >= 0
-        assert tokens.max() < 4099
+    draws = some(make_draws(device), slice(0, 20))
+    for bad in range(5):
+        scores = torch.zeros(20, 4099, device=device)
+        scores[:, :: 4098 if bad > 2 else 1] = (torch.nan, torch.inf, -torch.inf, torch.nan, torch.inf)[bad]
+        for tokens in (draw_tokens(scores), draw_tokens(scores, draws)):
+            assert tokens.min() >= 0
+            assert tokens.max() < 4099
 
 
 @pytest.mark.slow
 def test_the_largest_vocabulary(device: torch.device) -> None:
     scores = make_scores(2, MAX_VOCAB_SIZE, device)
-    draws = make_draws(2, device)
+    draws = some(make_draws(device), slice(0, 2))
     assert draw_tokens(scores).tolist() == draw_tokens_reference(scores).tolist()
-    weights = torch.zeros_like(scores)
-    weights[:, -1] = 100.0
-    assert draw_tokens(weights, draws).tolist() == [MAX_VOCAB_SIZE - 1] * 2
+    scores = torch.zeros_like(scores)
+    scores[:, -1] = 100.0
+    assert draw_tokens(scores, draws).tolist() == [MAX_VOCAB_SIZE - 1] * 2
 
 
 def test_rows_that_are_not_contiguous_are_refused(device: torch.device) -> None:

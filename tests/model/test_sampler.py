@@ -15,7 +15,6 @@ from tests.support.combinations import slow
 from tests.support.gpu_engine import no_waits
 from tests.support.sampler_rows import (
     EDITED,
-    FULL,
     GREEDY,
     RANDOM,
     VOCAB_SIZE,
@@ -51,7 +50,7 @@ def test_a_token_does_not_depend_on_the_batch_or_the_kind(
     rows = list(range(1, len(MIXED) + 1))
     for position in range(num_positions):
         together = make_sampler(device, *MIXED, vocab_size=5003)
-        batch = draw(together, logits, rows, [position] * len(rows), FULL)
+        batch = draw(together, logits, rows, [position] * len(rows), EDITED)
         for i, params in enumerate(MIXED):
             for kind in SamplerKind:
                 if kind < params.kind:
@@ -60,7 +59,7 @@ def test_a_token_does_not_depend_on_the_batch_or_the_kind(
                 alone.enable_logit_edits()
                 assert draw(alone, logits[i : i + 1], [rows[i]], [position], kind) == [batch[i]]
         backwards = make_sampler(device, *MIXED, vocab_size=5003)
-        assert draw(backwards, logits.flip(0), rows[::-1], [position] * len(rows), FULL) == batch[::-1]
+        assert draw(backwards, logits.flip(0), rows[::-1], [position] * len(rows), EDITED) == batch[::-1]
 
 
 def test_positions_and_seeds_change_the_token(device: torch.device) -> None:
@@ -133,7 +132,7 @@ def test_penalties_of_each_step_equal_a_recount(device: torch.device) -> None:
         expected = RepetitionPenaltyLogitsProcessor(1.2)(torch.tensor([prompt + output]), expected)
         for token, count in Counter(output).items():
             expected[0, token] -= 0.4 + 0.3 * count
-        token = draw(sampler, logits, [row], [len(prompt) + step], EDITED if step % 2 else FULL)[0]
+        token = draw(sampler, logits, [row], [len(prompt) + step], EDITED)[0]
         assert token == expected.argmax().item()
         output.append(token)
     assert len(set(output)) > 5
@@ -151,8 +150,7 @@ def test_end_tokens_are_held_back_until_their_position(device: torch.device) -> 
     logits = torch.zeros(3, VOCAB_SIZE)
     logits[:, 40], logits[:, 7], logits[:, 11] = 60.0, 50.0, 40.0
     for position, expected in ((10, [11, 11, 40]), (12, [11, 11, 40]), (13, [40, 40, 40])):
-        for kind in (EDITED, FULL):
-            assert draw(sampler, logits, [1, 2, 3], [position] * 3, kind) == expected
+        assert draw(sampler, logits, [1, 2, 3], [position] * 3, EDITED) == expected
     assert draw(sampler, logits, [1, 2, 3], [12, 13, 12], EDITED) == [11, 40, 40]
     sampler.check()
     sampler.set_rows([NewRow(1, SamplingParams(temperature=0, logprobs=1), 5)])
@@ -167,7 +165,7 @@ def test_a_neutral_row_keeps_nothing_of_its_predecessor(device: torch.device) ->
     fresh = make_sampler(device, SamplingParams(), seed=5)
     logits = make_logits(1, 1)
     for position in range(50):
-        for kind in (EDITED, FULL):
+        for kind in (RANDOM, EDITED):
             assert draw(sampler, logits, [1], [position], kind) == draw(
                 fresh, logits, [1], [position], RANDOM
             )
@@ -186,7 +184,7 @@ def test_a_bias_of_100_forces_a_token_and_minus_100_forbids_it(
         SamplingParams(temperature=temperature, logit_bias={best: -100.0}),
     )
     for position in range(50):
-        tokens = draw(sampler, logits.expand(2, -1), [1, 2], [position] * 2, FULL)
+        tokens = draw(sampler, logits.expand(2, -1), [1, 2], [position] * 2, EDITED)
         assert tokens[0] == forced
         assert tokens[1] != best
 
@@ -200,18 +198,15 @@ def test_the_largest_number_of_biases_is_applied(device: torch.device) -> None:
         vocab_size=vocab_size,
     )
     falling = -torch.arange(vocab_size, dtype=torch.float32)[None] / 100
-    assert draw(sampler, falling, [1], [0], FULL) == [512]
-    assert draw(sampler, falling.flip(1), [2], [0], FULL) == [187]
+    assert draw(sampler, falling, [1], [0], EDITED) == [512]
+    assert draw(sampler, falling.flip(1), [2], [0], EDITED) == [187]
 
 
 # ---- Log-probabilities
 
 
-@pytest.mark.parametrize("kind", [EDITED, FULL], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
-def test_logprobs_are_of_the_models_own_distribution(
-    dtype: torch.dtype, kind: SamplerKind, device: torch.device
-) -> None:
+def test_logprobs_are_of_the_models_own_distribution(dtype: torch.dtype, device: torch.device) -> None:
     logits = make_logits(3, 8).to(dtype).to(device)
     sampler = make_sampler(
         device,
@@ -220,7 +215,7 @@ def test_logprobs_are_of_the_models_own_distribution(
         SamplingParams(temperature=0, presence_penalty=2.0),
     )
     rows, positions = torch.tensor([1, 2, 3], device=device), torch.tensor([4, 5, 6], device=device)
-    sampled = sampler.sample(logits, rows, positions, kind)
+    sampled = sampler.sample(logits, rows, positions, EDITED)
     expected = logits.float().log_softmax(-1)
     assert sampled.tokens[0] == 5
     assert sampled.logprobs is not None
@@ -247,7 +242,7 @@ def test_no_logprobs_below_edited(kind: SamplerKind, device: torch.device) -> No
 def test_a_vocabulary_below_twenty_returns_all_its_tokens(device: torch.device) -> None:
     sampler = make_sampler(device, SamplingParams(logprobs=20), vocab_size=6)
     one = torch.tensor([1], device=device)
-    sampled = sampler.sample(make_logits(1, 0, 6).to(device), one, one, FULL)
+    sampled = sampler.sample(make_logits(1, 0, 6).to(device), one, one, EDITED)
     assert sampled.top_ids is not None
     assert sorted(sampled.top_ids[0].tolist()) == list(range(6))
 
@@ -255,7 +250,7 @@ def test_a_vocabulary_below_twenty_returns_all_its_tokens(device: torch.device) 
 # ---- Extremes
 
 
-@pytest.mark.parametrize("kind", [RANDOM, EDITED, FULL], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [RANDOM, EDITED], ids=lambda kind: kind.name)
 def test_extreme_temperatures(kind: SamplerKind, device: torch.device) -> None:
     cold, hot, hottest = (SamplingParams(temperature=t) for t in (1e-4, 100.0, 3.4e38))
     sampler = make_sampler(device, cold, hot, hottest)
@@ -342,11 +337,10 @@ def test_shapes_that_disagree_are_refused(device: torch.device) -> None:
         Sampler(1, VOCAB_SIZE, device)
 
 
-@pytest.mark.parametrize("kind", [EDITED, FULL], ids=lambda kind: kind.name)
-def test_sampling_edited_without_its_buffers_is_refused(kind: SamplerKind, device: torch.device) -> None:
+def test_sampling_edited_without_its_buffers_is_refused(device: torch.device) -> None:
     sampler = make_sampler(device, SamplingParams())
     with pytest.raises(LightKVError, match="enable_logit_edits"):
-        draw(sampler, make_logits(1, 0), [1], [0], kind)
+        draw(sampler, make_logits(1, 0), [1], [0], EDITED)
 
 
 def num_bytes(owner: object) -> int:
@@ -384,10 +378,10 @@ def test_check_finds_damaged_state(device: torch.device) -> None:
 def test_a_sampler_made_in_inference_mode_works_outside_it(device: torch.device) -> None:
     with torch.inference_mode():
         sampler = make_sampler(device, SamplingParams(logprobs=1))
-        inside = draw(sampler, make_logits(1, 0), [1], [0], FULL)
+        inside = draw(sampler, make_logits(1, 0), [1], [0], EDITED)
     sampler.next_token[1] = 0
     sampler.set_rows([NewRow(1, SamplingParams(), 11)])
-    assert draw(sampler, make_logits(1, 0), [1], [0], FULL) == inside
+    assert draw(sampler, make_logits(1, 0), [1], [0], EDITED) == inside
 
 
 # ---- On the GPU
@@ -468,4 +462,4 @@ def test_the_gpu_draws_what_the_cpu_draws(device: torch.device) -> None:
         sampler.set_rows(*mixed_settings(3))
     for position in range(10):
         positions = [position] * len(rows)
-        assert draw(there, logits, rows, positions, FULL) == draw(here, logits, rows, positions, FULL)
+        assert draw(there, logits, rows, positions, EDITED) == draw(here, logits, rows, positions, EDITED)

@@ -20,7 +20,7 @@ from lightkv.router.engine.step import NewRow
 from lightkv.router.model.sampler import Sampler
 from lightkv.router.sampling_params import SamplerKind, SamplingParams
 from lightkv.triton_kernels.layers.draw import pick, token_weights_, truncate_, uniforms
-from tests.support.sampler_rows import FULL, VOCAB_SIZE, draw, int32_bytes, make_logits, make_sampler
+from tests.support.sampler_rows import EDITED, VOCAB_SIZE, draw, int32_bytes, make_logits, make_sampler
 
 # ---- Random numbers
 
@@ -158,7 +158,7 @@ def test_tokens_equal_a_brute_force_in_numpy(device: torch.device) -> None:
     sampler.set_rows(settings, prompts)
     logits = make_logits(num_rows, 9)
     rows, positions = list(range(1, num_rows + 1)), [50 + row for row in range(num_rows)]
-    tokens = draw(sampler, logits, rows, positions, FULL)
+    tokens = draw(sampler, logits, rows, positions, EDITED)
     expected = [
         brute_force(logits[i].double().numpy(), settings[i], prompts[i], positions[i])
         for i in range(num_rows)

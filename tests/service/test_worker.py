@@ -27,7 +27,7 @@ from tests.support.run_step import run_step
 
 
 def test_the_recording_has_every_kind_of_step(recording: Recording) -> None:
-    assert {SamplerKind.RANDOM, SamplerKind.FULL} <= {plan.kind for plan in recording.plans}
+    assert {SamplerKind.RANDOM, SamplerKind.EDITED} <= {plan.kind for plan in recording.plans}
     assert any(plan.num_prefills for plan in recording.plans)
     assert any(not plan.num_prefills for plan in recording.plans)
     assert any(plan.logprobs for plan in recording.plans)

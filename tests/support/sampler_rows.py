@@ -10,7 +10,7 @@ from lightkv.router.model.sampler import Sampler
 from lightkv.router.sampling_params import SamplerKind, SamplingParams
 
 VOCAB_SIZE = 97
-GREEDY, RANDOM, EDITED, FULL = SamplerKind
+GREEDY, RANDOM, EDITED = SamplerKind
 
 
 def make_logits(num_rows: int, seed: int, vocab_size: int = VOCAB_SIZE) -> torch.Tensor:

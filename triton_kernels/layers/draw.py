@@ -10,8 +10,12 @@ On a GPU, programs share a row, because one alone would read it slowly:
 
     scores   ├── part 0 ──┼── part 1 ──┼── part 2 ──┼─ part 3 ─┤
     best     the largest score of each part, and the lowest id that has it
-    sums     the weights of each part, added up
+    weigh    the weights of each part, added up
+    cut      one program for each row that has top-k or top-p removes the weights that these leave out
     draw     one program finds the part that the uniform number falls into, and the token within it
+
+Nothing is sorted for top-k and top-p. The weight of the last token that stays is found by bisection of its
+bits, which order weights as their values do; once few tokens can be it, these are searched alone.
 """
 
 from typing import NamedTuple
@@ -24,21 +28,29 @@ from torch import Tensor
 from lightkv.triton_kernels import tuning
 
 MAX_VOCAB_SIZE = 2**22  # the sum of so many weights of at most 2^40 stays within int64
+_MOST_TOKENS = tl.constexpr(MAX_VOCAB_SIZE)
 _WEIGHT_SCALE = tl.constexpr(2.0**40)
+_ABOVE_ONE = tl.constexpr(0x3F800001)  # the bits of the float32 after 1, the largest weight
 _PART = 2048  # tokens of a program
+_CUT_BLOCK = 16_384  # tokens that a program of `cut` reads at once
+_CANDIDATES = 8192  # tokens that it holds in registers
 
 
-class Draws(NamedTuple):
-    """How the token of each row is drawn: fields of 4 bytes `[B, 1]` with one stride, and int64 `[B]`.
-
-    `temperature`, float32: 0 takes the likeliest token. `min_p`, `top_p`: float32. `top_k`, int32: below 1 for
-    all tokens. The uniform number depends on the seed and on the position, which are contiguous.
-    """
+class Settings(NamedTuple):
+    """How the token of each row is drawn: `[B, 1]` each, all with one stride. `temperature`, float32: 0 takes
+    the likeliest token. `min_p`, `top_p`: float32. `top_k`, int32: below 1 for all tokens."""
 
     temperature: Tensor
     min_p: Tensor
     top_k: Tensor
     top_p: Tensor
+
+
+class Draws(NamedTuple):
+    """The draw of each row. Its uniform number depends on `seeds` and `positions`, int64 `[B]`; positions are
+    contiguous."""
+
+    settings: Settings
     seeds: Tensor
     positions: Tensor
 
@@ -52,13 +64,24 @@ def _mixed(state):
 
 
 @triton.jit
-def _load_weights(scores, tokens, inside, top, temperature, min_p, IS_WEIGHTS: tl.constexpr):
-    """Returns the weights of a part, float32, as `token_weights_` computes them."""
+def _integers(weights):
+    return (weights * _WEIGHT_SCALE).to(tl.int64)
+
+
+@triton.jit
+def _is_cut(settings, at, num_tokens):
+    """Returns whether top-k or top-p is applied to a row."""
+    top_k = tl.load(settings.top_k + at)
+    return ((top_k > 0) & (top_k < num_tokens)) | (tl.load(settings.top_p + at) < 1.0)
+
+
+@triton.jit
+def _weigh(scores, tokens, inside, best, settings, at):
+    """Returns the weights of some tokens, float32, as `token_weights_` computes them."""
     values = tl.load(scores + tokens, mask=inside, other=0.0).to(tl.float32)
-    if IS_WEIGHTS:
-        return values
-    weights = tl.exp(tl.div_rn(values - top, tl.where(temperature == 0.0, 1.0, temperature)))
-    return tl.where(inside & (weights >= min_p), weights, 0.0)
+    temperature = tl.load(settings.temperature + at)
+    weights = tl.exp(tl.div_rn(values - best, tl.where(temperature == 0.0, 1.0, temperature)))
+    return tl.where(inside & (weights >= tl.load(settings.min_p + at)), weights, 0.0)
 
 
 @triton.jit
@@ -85,14 +108,12 @@ def _best_kernel(
 def _weigh_kernel(
     scores,  # [B, V]
     best,  # [B, parts]
-    temperature,  # [B]
-    min_p,  # [B]
-    weights,  # [B, V], written; None where only sums are wanted
+    settings,
+    weights,  # [B, V], written in rows that are cut
     sums,  # [B, parts], written
     num_tokens,
     stride,
-    stride_rows,  # of temperature and min_p
-    IS_WEIGHTS: tl.constexpr,  # scores are weights already
+    stride_settings,
     PARTS: tl.constexpr,
     PART: tl.constexpr,
     EARLY: tl.constexpr,
@@ -102,13 +123,128 @@ def _weigh_kernel(
     tokens = tl.program_id(0) * PART + tl.arange(0, PART)
     inside = tokens < num_tokens
     first = row * tl.num_programs(0)
+    at = row * stride_settings
     tuning.wait_early(EARLY)
     top = tl.max(tl.load(best + first + parts, mask=parts < tl.num_programs(0), other=float("-inf")), 0)
-    warmth, least = tl.load(temperature + row * stride_rows), tl.load(min_p + row * stride_rows)
-    found = _load_weights(scores + row * stride, tokens, inside, top, warmth, least, IS_WEIGHTS)
-    if weights is not None:
-        tl.store(weights + row * num_tokens + tokens, found, mask=inside)
-    tl.store(sums + first + tl.program_id(0), tl.sum((found * _WEIGHT_SCALE).to(tl.int64), 0))
+    found = _weigh(scores + row * stride, tokens, inside, top, settings, at)
+    tl.store(weights + row * num_tokens + tokens, found, mask=inside & _is_cut(settings, at, num_tokens))
+    tl.store(sums + first + tl.program_id(0), tl.sum(_integers(found), 0))
+
+
+@triton.jit
+def _amount(weights, bits, bound, BY_WEIGHT: tl.constexpr):
+    """Returns what the tokens of at least a weight, whose bits are `bound`, have together: their number, or
+    the sum of their weights; int64."""
+    is_there = bits >= bound
+    if BY_WEIGHT:
+        return tl.sum(_integers(tl.where(is_there, weights, 0.0)), 0)
+    return tl.sum(is_there.to(tl.int64), 0)
+
+
+@triton.jit
+def _amount_in_row(weights, num_tokens, bound, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr):
+    """Returns the `_amount` of a row, and the number of these tokens."""
+    amount = tl.full([], 0, tl.int64)
+    count = tl.full([], 0, tl.int64)
+    for begin in range(0, num_tokens, BLOCK):
+        tokens = begin + tl.arange(0, BLOCK)
+        found = tl.load(weights + tokens, mask=tokens < num_tokens, other=-1.0)
+        bits = found.to(tl.int32, bitcast=True)
+        amount += _amount(found, bits, bound, BY_WEIGHT)
+        count += tl.sum((bits >= bound).to(tl.int64), 0)
+    return amount, count
+
+
+@triton.jit
+def _bisect(
+    weights, few, num_tokens, wanted, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr, FEW: tl.constexpr
+):
+    """Returns the bits of the largest weight that is low enough for its `_amount` to be as large as `wanted`,
+    and the amount of larger weights."""
+    low = tl.full([], 0, tl.int32)
+    high = tl.full([], _ABOVE_ONE, tl.int32)
+    above = tl.full([], 0, tl.int64)
+    num_low = tl.cast(num_tokens, tl.int64)  # tokens from `low` on
+    num_high = tl.full([], 0, tl.int64)
+    while (high - low > 1) & (num_low - num_high > FEW):
+        middle = (low + high) // 2
+        amount, count = _amount_in_row(weights, num_tokens, middle, BY_WEIGHT, BLOCK)
+        if amount >= wanted:
+            low, num_low = middle, count
+        else:
+            high, num_high, above = middle, count, amount
+    if high - low > 1:
+        num_found = tl.full([], 0, tl.int32)
+        for begin in range(0, num_tokens, BLOCK):
+            tokens = begin + tl.arange(0, BLOCK)
+            found = tl.load(weights + tokens, mask=tokens < num_tokens, other=-1.0)
+            bits = found.to(tl.int32, bitcast=True)
+            is_between = ((bits >= low) & (bits < high)).to(tl.int32)
+            places = num_found + tl.cumsum(is_between, 0) - 1
+            tl.store(few + places, found, mask=is_between > 0)
+            num_found += tl.sum(is_between, 0)
+        tl.debug_barrier()  # all of them are stored before any is read
+        places = tl.arange(0, FEW)
+        found = tl.load(few + places, mask=places < num_found, other=-1.0, volatile=True)
+        bits = found.to(tl.int32, bitcast=True)
+        larger = above
+        while high - low > 1:
+            middle = (low + high) // 2
+            amount = larger + _amount(found, bits, middle, BY_WEIGHT)
+            if amount >= wanted:
+                low = middle
+            else:
+                high, above = middle, amount
+        tl.debug_barrier()  # before `few` is written again
+    return low, above
+
+
+@triton.jit
+def _cut_kernel(
+    weights,  # [B, V], changed in rows that are cut
+    sums,  # [B, parts], likewise
+    settings,
+    few,  # [B, FEW]
+    num_tokens,
+    num_parts,
+    stride_settings,
+    PART: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FEW: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    at = row * stride_settings
+    tuning.wait_early(EARLY)
+    if _is_cut(settings, at, num_tokens):
+        weights += row * num_tokens
+        few += row * FEW
+        top_k, top_p = tl.load(settings.top_k + at), tl.load(settings.top_p + at)
+        bound = tl.full([], 0, tl.int32)
+        num_equal = tl.full([], _MOST_TOKENS, tl.int64)  # tokens of the smallest weight that stay
+        if (top_k > 0) & (top_k < num_tokens):
+            bound, _larger = _bisect(weights, few, num_tokens, top_k, False, BLOCK, FEW)
+        if top_p < 1.0:
+            total, _count = _amount_in_row(weights, num_tokens, bound, True, BLOCK)
+            share = tl.ceil(top_p.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
+            enough = tl.maximum(share, 1)
+            bound, larger = _bisect(weights, few, num_tokens, enough, True, BLOCK, FEW)
+            weight = tl.maximum(_integers(bound.to(tl.float32, bitcast=True)), 1)
+            num_equal = (enough - larger + weight - 1) // weight
+        before = tl.full([], 0, tl.int64)
+        parts = tl.arange(0, BLOCK // PART)
+        for begin in range(0, num_tokens, BLOCK):
+            tokens = begin + tl.arange(0, BLOCK)
+            found = tl.load(weights + tokens, mask=tokens < num_tokens, other=-1.0)
+            bits = found.to(tl.int32, bitcast=True)
+            is_equal = (bits == bound).to(tl.int64)
+            stays = (bits > bound) | ((is_equal > 0) & (before + tl.cumsum(is_equal, 0) <= num_equal))
+            before += tl.sum(is_equal, 0)
+            found = tl.where(stays, found, 0.0)
+            tl.store(weights + tokens, found, mask=tokens < num_tokens)
+            of_parts = tl.sum(tl.reshape(_integers(found), (BLOCK // PART, PART)), 1)
+            place = begin // PART + parts
+            tl.store(sums + row * num_parts + place, of_parts, mask=place < num_parts)
 
 
 @triton.jit
@@ -116,18 +252,17 @@ def _draw_kernel(
     scores,  # [B, V]
     best,  # [B, parts]
     ids,  # likewise
-    sums,  # likewise; None to take the best token of each row
-    temperature,  # [B]
-    min_p,  # [B]
+    settings,
+    weights,  # [B, V], of rows that are cut
+    sums,  # [B, parts]; None to take the best token of each row
     seeds,  # [B]
     positions,  # [B]
     drawn,  # [B], written
     num_tokens,
     num_parts,
     stride,
-    stride_rows,  # of temperature and min_p
+    stride_settings,
     stride_seeds,
-    IS_WEIGHTS: tl.constexpr,
     PARTS: tl.constexpr,
     PART: tl.constexpr,
     EARLY: tl.constexpr,
@@ -137,12 +272,10 @@ def _draw_kernel(
     first = row * num_parts
     is_part = parts < num_parts
     tuning.wait_early(EARLY)
-    top, place = tl.max(
-        tl.load(best + first + parts, mask=is_part, other=float("-inf")), 0, return_indices=True
-    )
+    values = tl.load(best + first + parts, mask=is_part, other=float("-inf"))
+    top, place = tl.max(values, 0, return_indices=True)
     token = tl.load(ids + first + tl.minimum(place, num_parts - 1))
     if sums is not None:
-        warmth, least = tl.load(temperature + row * stride_rows), tl.load(min_p + row * stride_rows)
         state = _mixed(tl.load(seeds + row * stride_seeds))
         state = _mixed(state + tl.load(positions + row) * -0x61C8864680B583EB)
         uniform = ((state >> 11) & 0x1FFFFFFFFFFFFF).to(tl.float64) * 1.1102230246251565e-16  # 2^-53
@@ -152,20 +285,22 @@ def _draw_kernel(
         target -= tl.sum(tl.where(parts < part, of_parts, 0), 0)
         tokens = part * PART + tl.arange(0, PART)
         inside = tokens < num_tokens
-        weights = _load_weights(scores + row * stride, tokens, inside, top, warmth, least, IS_WEIGHTS)
-        ends = tl.cumsum((weights * _WEIGHT_SCALE).to(tl.int64), 0)
-        other = part * PART + tl.sum((ends <= target).to(tl.int32), 0)
-        token = tl.where(warmth > 0.0, other, token)
+        at = row * stride_settings
+        if _is_cut(settings, at, num_tokens):
+            found = tl.load(weights + row * num_tokens + tokens, mask=inside, other=0.0)
+        else:
+            found = _weigh(scores + row * stride, tokens, inside, top, settings, at)
+        other = part * PART + tl.sum((tl.cumsum(_integers(found), 0) <= target).to(tl.int32), 0)
+        token = tl.where(tl.load(settings.temperature + at) > 0.0, other, token)
     tl.store(drawn + row, tl.minimum(token, num_tokens - 1).to(tl.int64))
 
 
-def draw_tokens(scores: Tensor, draws: Draws | None = None, is_truncated: bool = False) -> Tensor:
+def draw_tokens(scores: Tensor, draws: Draws | None = None) -> Tensor:
     """Returns a token of each row, int64 `[B]`: the likeliest one, or by `draws` a random one.
 
     Args:
         scores: `[B, V]` of any float dtype, with contiguous rows; not modified.
         draws: None to take the lowest id among the largest scores of each row.
-        is_truncated: top-k and top-p are applied.
 
     Of a row that holds NaN or +inf, or nothing but -inf, it returns some token. Nothing synchronises, so a CUDA
     graph can capture it. A sampler on a CPU calls the reference.
@@ -173,70 +308,76 @@ def draw_tokens(scores: Tensor, draws: Draws | None = None, is_truncated: bool =
     Raises:
         ValueError: rows are not contiguous.
     """
-    num_rows, num_tokens = scores.shape
+    (num_rows, num_tokens), device = scores.shape, scores.device
     if scores.stride(1) != 1:
         raise ValueError(f"scores with strides {scores.stride()}; give contiguous rows")
     num_parts = triton.cdiv(num_tokens, _PART)
     # Zeros are tokens, too: where kernels are only compiled (`compile_ahead`), something reads these.
-    drawn = torch.zeros(num_rows, dtype=torch.int64, device=scores.device)
-    best = torch.empty((num_rows, num_parts), dtype=torch.float32, device=scores.device)
+    drawn = torch.zeros(num_rows, dtype=torch.int64, device=device)
+    best = torch.empty((num_rows, num_parts), dtype=torch.float32, device=device)
     ids = torch.empty_like(best, dtype=torch.int32)
     if not num_rows:
         return drawn
-    grid, options = (num_parts, num_rows), {"PART": _PART, "num_warps": 4}
-    options |= tuning.early_options(scores.device)
-    _best_kernel[grid](scores, best, ids, num_tokens, scores.stride(0), **options)
-    options["PARTS"] = tuning.block_for(num_parts)
+    grid, stride = (num_parts, num_rows), scores.stride(0)
+    options = {"PART": _PART, "num_warps": 4, **tuning.early_options(device)}
+    in_parts = {"PARTS": tuning.block_for(num_parts), **options}
+    _best_kernel[grid](scores, best, ids, num_tokens, stride, **options)
     if draws is None:
-        none = (None,) * 5
-        _draw_kernel[(num_rows,)](
-            scores, best, ids, *none, drawn, num_tokens, num_parts, 0, 0, 0, IS_WEIGHTS=False, **options
-        )
+        none, sizes = (None,) * 5, (num_tokens, num_parts, 0, 0, 0)
+        _draw_kernel[(num_rows,)](scores, best, ids, *none, drawn, *sizes, **in_parts)
         return drawn
-    sums, settings = torch.empty_like(best, dtype=torch.int64), (draws.temperature, draws.min_p)
-    stride = draws.temperature.stride(0)
-
-    def weigh(scores: Tensor, weights: Tensor | None, are_weights: bool) -> None:
-        sizes = num_tokens, scores.stride(0), stride
-        _weigh_kernel[grid](scores, best, *settings, weights, sums, *sizes, IS_WEIGHTS=are_weights, **options)
-
-    if is_truncated:
-        weights = torch.empty((num_rows, num_tokens), dtype=torch.float32, device=scores.device)
-        weigh(scores, weights, False)
-        truncate_(weights, draws.top_k, draws.top_p)
-        scores = weights
-    weigh(scores, None, is_truncated)
+    settings, seeds, positions = draws
+    stride_settings = settings.temperature.stride(0)
+    sums = torch.empty_like(best, dtype=torch.int64)
+    weights = torch.empty((num_rows, num_tokens), dtype=torch.float32, device=device)
+    few = torch.empty((num_rows, _CANDIDATES), dtype=torch.float32, device=device)
+    _weigh_kernel[grid](
+        scores, best, settings, weights, sums, num_tokens, stride, stride_settings, **in_parts
+    )
+    _cut_kernel[(num_rows,)](
+        weights,
+        sums,
+        settings,
+        few,
+        num_tokens,
+        num_parts,
+        stride_settings,
+        BLOCK=_CUT_BLOCK,
+        FEW=_CANDIDATES,
+        **options | {"num_warps": 16},
+    )
     _draw_kernel[(num_rows,)](
         scores,
         best,
         ids,
+        settings,
+        weights,
         sums,
-        *settings,
-        draws.seeds,
-        draws.positions,
+        seeds,
+        positions,
         drawn,
         num_tokens,
         num_parts,
-        scores.stride(0),
         stride,
-        draws.seeds.stride(0),
-        IS_WEIGHTS=is_truncated,
-        **options,
+        stride_settings,
+        seeds.stride(0),
+        **in_parts,
     )
     return drawn
 
 
-def draw_tokens_reference(scores: Tensor, draws: Draws | None = None, is_truncated: bool = False) -> Tensor:
+def draw_tokens_reference(scores: Tensor, draws: Draws | None = None) -> Tensor:
     """Computes `draw_tokens` in plain torch."""
     scores = scores.to(torch.float32, copy=True)
     best_score, best = scores.max(dim=-1, keepdim=True)
     if draws is None:
         return best.squeeze(1)
-    weights = token_weights_(scores, best_score, draws.temperature, draws.min_p)
-    if is_truncated:
-        truncate_(weights, draws.top_k, draws.top_p)
+    temperature, min_p, top_k, top_p = draws.settings
+    weights = token_weights_(scores, best_score, temperature, min_p)
+    if bool(((top_k > 0) | (top_p < 1)).any()):
+        truncate_(weights, top_k, top_p)
     drawn = pick(weights, uniforms(draws.seeds, draws.positions))
-    return torch.where(draws.temperature > 0, drawn, best).squeeze(1)
+    return torch.where(temperature > 0, drawn, best).squeeze(1)
 
 
 def token_weights_(scores: Tensor, best_score: Tensor, temperature: Tensor, min_p: Tensor) -> Tensor:
