@@ -82,7 +82,7 @@ def test_what_top_k_and_top_p_leave_does_not_depend_on_how_many_are_searched_alo
     draws = make_draws(device)
     scores = make_scores(len(draws.seeds), 5003, device)
     expected = draw_tokens(scores, draws)
-    monkeypatch.setattr(draw, "_CANDIDATES", few)
+    monkeypatch.setattr(draw, "_FEW", few)
     monkeypatch.setattr(draw, "_CUT_BLOCK", 2048)
     assert torch.equal(draw_tokens(scores, draws), expected)
 

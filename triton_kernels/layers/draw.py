@@ -28,12 +28,12 @@ from torch import Tensor
 from lightkv.triton_kernels import tuning
 
 MAX_VOCAB_SIZE = 2**22  # the sum of so many weights of at most 2^40 stays within int64
-_MOST_TOKENS = tl.constexpr(MAX_VOCAB_SIZE)
 _WEIGHT_SCALE = tl.constexpr(2.0**40)
+_LEAST_BITS = tl.constexpr(0x2B800000)  # of 2^-40; smaller weights are 0 as integers
 _ABOVE_ONE = tl.constexpr(0x3F800001)  # the bits of the float32 after 1, the largest weight
 _PART = 2048  # tokens of a program
-_CUT_BLOCK = 16_384  # tokens that a program of `cut` reads at once
-_CANDIDATES = 8192  # tokens that it holds in registers
+_CUT_BLOCK = 8 * _PART  # tokens that a program of `cut` reads at once
+_FEW = 8192  # tokens that it holds in registers
 
 
 class Settings(NamedTuple):
@@ -109,7 +109,7 @@ def _weigh_kernel(
     scores,  # [B, V]
     best,  # [B, parts]
     settings,
-    weights,  # [B, V], written in rows that are cut
+    weights,  # [B, parts * PART], written in rows that are cut
     sums,  # [B, parts], written
     num_tokens,
     stride,
@@ -127,70 +127,83 @@ def _weigh_kernel(
     tuning.wait_early(EARLY)
     top = tl.max(tl.load(best + first + parts, mask=parts < tl.num_programs(0), other=float("-inf")), 0)
     found = _weigh(scores + row * stride, tokens, inside, top, settings, at)
-    tl.store(weights + row * num_tokens + tokens, found, mask=inside & _is_cut(settings, at, num_tokens))
+    if _is_cut(settings, at, num_tokens):
+        tl.store(weights + row * (tl.num_programs(0) * PART) + tokens, found)
     tl.store(sums + first + tl.program_id(0), tl.sum(_integers(found), 0))
 
 
 @triton.jit
-def _amount(weights, bits, bound, BY_WEIGHT: tl.constexpr):
-    """Returns what the tokens of at least a weight, whose bits are `bound`, have together: their number, or
-    the sum of their weights; int64."""
-    is_there = bits >= bound
-    if BY_WEIGHT:
-        return tl.sum(_integers(tl.where(is_there, weights, 0.0)), 0)
-    return tl.sum(is_there.to(tl.int64), 0)
+def _load_weights(weights, begin, size, PART: tl.constexpr, BLOCK: tl.constexpr):
+    """Returns weights of a row from `begin` on, a part in a row of a tile, and their bits."""
+    parts = tl.arange(0, BLOCK // PART)[:, None]
+    places = begin + parts * PART + tl.arange(0, PART)[None, :]
+    found = tl.load(weights + places, mask=places < size, other=0.0)
+    return found, found.to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def _amount_in_row(weights, num_tokens, bound, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr):
-    """Returns the `_amount` of a row, and the number of these tokens."""
-    amount = tl.full([], 0, tl.int64)
-    count = tl.full([], 0, tl.int64)
-    for begin in range(0, num_tokens, BLOCK):
-        tokens = begin + tl.arange(0, BLOCK)
-        found = tl.load(weights + tokens, mask=tokens < num_tokens, other=-1.0)
-        bits = found.to(tl.int32, bitcast=True)
-        amount += _amount(found, bits, bound, BY_WEIGHT)
-        count += tl.sum((bits >= bound).to(tl.int64), 0)
-    return amount, count
+def _amounts(weights, is_there, BY_WEIGHT: tl.constexpr):
+    """Returns what is counted of each token that `is_there`: its weight, or 1; int64."""
+    if BY_WEIGHT:
+        return _integers(tl.where(is_there, weights, 0.0))
+    return is_there.to(tl.int64)
+
+
+@triton.jit
+def _amount(weights, size, bound, BY_WEIGHT: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr):
+    """Returns what is counted of the tokens of at least the weight whose bits are `bound`, and their number."""
+    amounts = tl.zeros([PART], tl.int64)
+    counts = tl.zeros([PART], tl.int32)
+    for begin in range(0, size, BLOCK):
+        found, bits = _load_weights(weights, begin, size, PART, BLOCK)
+        amounts += tl.sum(_amounts(found, bits >= bound, BY_WEIGHT), 0)
+        counts += tl.sum((bits >= bound).to(tl.int32), 0)
+    return tl.sum(amounts, 0), tl.sum(counts, 0)
 
 
 @triton.jit
 def _bisect(
-    weights, few, num_tokens, wanted, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr, FEW: tl.constexpr
+    weights,
+    few,
+    size,
+    low,
+    num_low,  # tokens from `low` on
+    wanted,
+    BY_WEIGHT: tl.constexpr,
+    PART: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FEW: tl.constexpr,
 ):
-    """Returns the bits of the largest weight that is low enough for its `_amount` to be as large as `wanted`,
-    and the amount of larger weights."""
-    low = tl.full([], 0, tl.int32)
+    """Returns the bits of the largest weight from `low` on that is small enough for the amount of the tokens
+    of at least this weight to be `wanted`, and the amount of larger weights."""
     high = tl.full([], _ABOVE_ONE, tl.int32)
+    num_high = tl.full([], 0, tl.int32)
     above = tl.full([], 0, tl.int64)
-    num_low = tl.cast(num_tokens, tl.int64)  # tokens from `low` on
-    num_high = tl.full([], 0, tl.int64)
     while (high - low > 1) & (num_low - num_high > FEW):
         middle = (low + high) // 2
-        amount, count = _amount_in_row(weights, num_tokens, middle, BY_WEIGHT, BLOCK)
+        amount, count = _amount(weights, size, middle, BY_WEIGHT, PART, BLOCK)
         if amount >= wanted:
             low, num_low = middle, count
         else:
             high, num_high, above = middle, count, amount
     if high - low > 1:
         num_found = tl.full([], 0, tl.int32)
-        for begin in range(0, num_tokens, BLOCK):
-            tokens = begin + tl.arange(0, BLOCK)
-            found = tl.load(weights + tokens, mask=tokens < num_tokens, other=-1.0)
-            bits = found.to(tl.int32, bitcast=True)
+        for begin in range(0, size, BLOCK):
+            found, bits = _load_weights(weights, begin, size, PART, BLOCK)
             is_between = ((bits >= low) & (bits < high)).to(tl.int32)
-            places = num_found + tl.cumsum(is_between, 0) - 1
+            of_parts = tl.sum(is_between, 1)
+            first = num_found + tl.cumsum(of_parts, 0) - of_parts
+            places = first[:, None] + tl.cumsum(is_between, 1) - 1
             tl.store(few + places, found, mask=is_between > 0)
-            num_found += tl.sum(is_between, 0)
+            num_found += tl.sum(of_parts, 0)
         tl.debug_barrier()  # all of them are stored before any is read
         places = tl.arange(0, FEW)
-        found = tl.load(few + places, mask=places < num_found, other=-1.0, volatile=True)
+        found = tl.load(few + places, mask=places < num_found, other=0.0, volatile=True)
         bits = found.to(tl.int32, bitcast=True)
         larger = above
         while high - low > 1:
             middle = (low + high) // 2
-            amount = larger + _amount(found, bits, middle, BY_WEIGHT)
+            amount = larger + tl.sum(_amounts(found, bits >= middle, BY_WEIGHT), 0)
             if amount >= wanted:
                 low = middle
             else:
@@ -201,7 +214,7 @@ def _bisect(
 
 @triton.jit
 def _cut_kernel(
-    weights,  # [B, V], changed in rows that are cut
+    weights,  # [B, parts * PART], changed in rows that are cut
     sums,  # [B, parts], likewise
     settings,
     few,  # [B, FEW]
@@ -215,36 +228,39 @@ def _cut_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     at = row * stride_settings
+    size = num_parts * PART
     tuning.wait_early(EARLY)
     if _is_cut(settings, at, num_tokens):
-        weights += row * num_tokens
+        weights += row * size
         few += row * FEW
         top_k, top_p = tl.load(settings.top_k + at), tl.load(settings.top_p + at)
-        bound = tl.full([], 0, tl.int32)
-        num_equal = tl.full([], _MOST_TOKENS, tl.int64)  # tokens of the smallest weight that stay
+        bound = tl.full([], _LEAST_BITS, tl.int32)
+        most_equal = tl.full([], 1 << 40, tl.int64)  # tokens of the smallest weight that stay
         if (top_k > 0) & (top_k < num_tokens):
-            bound, _larger = _bisect(weights, few, num_tokens, top_k, False, BLOCK, FEW)
+            num_all = tl.full([], 1, tl.int32) * size
+            bound, _larger = _bisect(weights, few, size, bound, num_all, top_k, False, PART, BLOCK, FEW)
         if top_p < 1.0:
-            total, _count = _amount_in_row(weights, num_tokens, bound, True, BLOCK)
-            share = tl.ceil(top_p.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
-            enough = tl.maximum(share, 1)
-            bound, larger = _bisect(weights, few, num_tokens, enough, True, BLOCK, FEW)
-            weight = tl.maximum(_integers(bound.to(tl.float32, bitcast=True)), 1)
-            num_equal = (enough - larger + weight - 1) // weight
+            total, count = _amount(weights, size, bound, True, PART, BLOCK)
+            enough = tl.maximum(tl.ceil(top_p.to(tl.float64) * total.to(tl.float64)).to(tl.int64), 1)
+            bound, larger = _bisect(weights, few, size, bound, count, enough, True, PART, BLOCK, FEW)
+            most_equal = tl.cdiv(enough - larger, _integers(bound.to(tl.float32, bitcast=True)))
         before = tl.full([], 0, tl.int64)
         parts = tl.arange(0, BLOCK // PART)
-        for begin in range(0, num_tokens, BLOCK):
-            tokens = begin + tl.arange(0, BLOCK)
-            found = tl.load(weights + tokens, mask=tokens < num_tokens, other=-1.0)
-            bits = found.to(tl.int32, bitcast=True)
-            is_equal = (bits == bound).to(tl.int64)
-            stays = (bits > bound) | ((is_equal > 0) & (before + tl.cumsum(is_equal, 0) <= num_equal))
-            before += tl.sum(is_equal, 0)
+        for begin in range(0, size, BLOCK):
+            found, bits = _load_weights(weights, begin, size, PART, BLOCK)
+            is_equal = (bits == bound).to(tl.int32)
+            of_parts = tl.sum(is_equal, 1)
+            stays = bits >= bound
+            if before + tl.sum(of_parts, 0) > most_equal:
+                first = before + tl.cumsum(of_parts, 0) - of_parts
+                ranks = first[:, None] + tl.cumsum(is_equal, 1)
+                stays = (bits > bound) | (stays & (ranks <= most_equal))
+            before += tl.sum(of_parts, 0)
             found = tl.where(stays, found, 0.0)
-            tl.store(weights + tokens, found, mask=tokens < num_tokens)
-            of_parts = tl.sum(tl.reshape(_integers(found), (BLOCK // PART, PART)), 1)
-            place = begin // PART + parts
-            tl.store(sums + row * num_parts + place, of_parts, mask=place < num_parts)
+            places = begin + parts[:, None] * PART + tl.arange(0, PART)[None, :]
+            tl.store(weights + places, found, mask=places < size)
+            part = begin // PART + parts
+            tl.store(sums + row * num_parts + part, tl.sum(_integers(found), 1), mask=part < num_parts)
 
 
 @triton.jit
@@ -253,7 +269,7 @@ def _draw_kernel(
     best,  # [B, parts]
     ids,  # likewise
     settings,
-    weights,  # [B, V], of rows that are cut
+    weights,  # [B, parts * PART], of rows that are cut
     sums,  # [B, parts]; None to take the best token of each row
     seeds,  # [B]
     positions,  # [B]
@@ -287,7 +303,7 @@ def _draw_kernel(
         inside = tokens < num_tokens
         at = row * stride_settings
         if _is_cut(settings, at, num_tokens):
-            found = tl.load(weights + row * num_tokens + tokens, mask=inside, other=0.0)
+            found = tl.load(weights + row * (num_parts * PART) + tokens)
         else:
             found = _weigh(scores + row * stride, tokens, inside, top, settings, at)
         other = part * PART + tl.sum((tl.cumsum(_integers(found), 0) <= target).to(tl.int32), 0)
@@ -329,8 +345,8 @@ def draw_tokens(scores: Tensor, draws: Draws | None = None) -> Tensor:
     settings, seeds, positions = draws
     stride_settings = settings.temperature.stride(0)
     sums = torch.empty_like(best, dtype=torch.int64)
-    weights = torch.empty((num_rows, num_tokens), dtype=torch.float32, device=device)
-    few = torch.empty((num_rows, _CANDIDATES), dtype=torch.float32, device=device)
+    weights = torch.empty((num_rows, num_parts * _PART), dtype=torch.float32, device=device)
+    few = torch.empty((num_rows, _FEW), dtype=torch.float32, device=device)
     _weigh_kernel[grid](
         scores, best, settings, weights, sums, num_tokens, stride, stride_settings, **in_parts
     )
@@ -343,7 +359,7 @@ def draw_tokens(scores: Tensor, draws: Draws | None = None) -> Tensor:
         num_parts,
         stride_settings,
         BLOCK=_CUT_BLOCK,
-        FEW=_CANDIDATES,
+        FEW=_FEW,
         **options | {"num_warps": 16},
     )
     _draw_kernel[(num_rows,)](
