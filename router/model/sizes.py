@@ -30,7 +30,7 @@ _TOKENS_A_STATE = 8192
 _MOST_RATIO = 1 / 3
 _LEAST_SLOTS = 5  # of states: so many requests less one run at once, unless they take half of the memory
 # The memory of a step's activations, in copies of its widest tensors; measured models differ little.
-_LOGITS_COPIES = 8
+_LOGITS_COPIES = 7
 _HIDDEN_COPIES = 6
 
 

@@ -32,7 +32,7 @@ _WEIGHT_SCALE = tl.constexpr(2.0**40)
 _LEAST_BITS = tl.constexpr(0x2B800000)  # of 2^-40; smaller weights are 0 as integers
 _ABOVE_ONE = tl.constexpr(0x3F800001)  # the bits of the float32 after 1, the largest weight
 _PART = 2048  # tokens of a program
-_CUT_BLOCK = 8 * _PART  # tokens that a program of `cut` reads at once
+_CUT_BLOCK = 4 * _PART  # tokens that a program of `cut` reads at once
 _FEW = 8192  # tokens that it holds in registers
 
 
@@ -212,7 +212,7 @@ def _bisect(
     return low, above
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_parts"])  # Triton 3.6 compiles no loop that runs once
 def _cut_kernel(
     weights,  # [B, parts * PART], changed in rows that are cut
     sums,  # [B, parts], likewise
