@@ -39,9 +39,7 @@ class RowEdits(NamedTuple):
     counts: np.ndarray  # int64 [2 * N]: place in the flattened counts, what to add there
     bans: np.ndarray  # int64 [2 * N]: row, the index of its mask
     masks: np.ndarray  # int64 [M * W]: bits of the tokens that may be sampled, W words a mask
-    words: (
-        np.ndarray
-    )  # int64 [(_TAIL + 3) * N]: place in the flattened words, position, last token, those before
+    words: np.ndarray  # int64 [(_TAIL + 3) * N]: place in the flattened words, position, last token, earlier
     tails: np.ndarray  # int64 [(_TAIL + 1) * N]: row, its last tokens
 
     @classmethod

@@ -137,14 +137,8 @@ _LAYERS: tuple[tuple[LayerPlan, str], ...] = (
     ),
     (replace(_LLAMA, router=_SOFTMAX), "MixtralDecoderLayer Qwen2MoeDecoderLayer"),
     (replace(_LLAMA, router=RouterPlan(name="router")), "AriaTextDecoderLayer"),
-    (
-        replace(_LLAMA, router=RouterPlan(is_wide=True, is_normalised=False)),
-        "DeepseekOcr2TextDecoderLayer",
-    ),
-    (
-        replace(_LLAMA, router=_SIGMOID),
-        "Glm4vMoeTextDecoderLayer SolarOpenDecoderLayer",
-    ),
+    (replace(_LLAMA, router=RouterPlan(is_wide=True, is_normalised=False)), "DeepseekOcr2TextDecoderLayer"),
+    (replace(_LLAMA, router=_SIGMOID), "Glm4vMoeTextDecoderLayer SolarOpenDecoderLayer"),
     (replace(_LLAMA, angles="once", router=RouterPlan(name="router")), "GptOssDecoderLayer"),
     (
         replace(_LLAMA, qkv=("qkv_proj",), gate_up=("gate_up_proj",)),
@@ -221,10 +215,7 @@ _LAYERS: tuple[tuple[LayerPlan, str], ...] = (
     # Layers with states beside attention.
     (replace(_OWN_ATTENTION, mixers=("linear_attn",)), "OlmoHybridLinearAttentionDecoderLayer"),
     (_QWEN3_5, "Qwen3_5DecoderLayer"),
-    (
-        replace(_QWEN3_5, router=_SOFTMAX),
-        "Qwen3_5MoeDecoderLayer Qwen3NextDecoderLayer",
-    ),
+    (replace(_QWEN3_5, router=_SOFTMAX), "Qwen3_5MoeDecoderLayer Qwen3NextDecoderLayer"),
     # Granite's with a mixture adds two MLPs. Bamba's, Falcon-H1's and MiniMax's compute more than a sum.
     (
         replace(
