@@ -42,6 +42,7 @@ from lightkv.token_set import TokenSet
 from .refused import HINTS, SECOND_NAMES, Unsupported, by_own_names, refuse_unsupported
 from .sharing import MAX_SESSION_ID, namespace_of, session_of
 from .structured import grammar_of
+from .tools import RequestPart
 
 MAX_PRIORITY = 2**31 - 1
 # fail_fast: a list of a million wrong items is one error, not a million.
@@ -66,10 +67,8 @@ class RequestBody(BaseModel):
     model: str | None = Field(None, description="One of /v1/models; by default the first of them.")
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(RequestPart):
     """Options of a stream."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     include_usage: bool | None = Field(
         None, description="End the stream with a chunk that has token counts and no choices."
