@@ -17,11 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoModelForCausalLM,
-    PreTrainedModel,
-)
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from lightkv.errors import LightKVError, UnsupportedModel, require_packages
 from lightkv.integrations.ranks.group import RankGroup

@@ -13,12 +13,7 @@ from torch import Tensor
 
 from lightkv.errors import LightKVError
 from lightkv.router.engine.step import NewRow
-from lightkv.router.sampling_params import (
-    MAX_BAD_WORD_TOKENS,
-    MAX_BAD_WORDS,
-    MAX_END_IDS,
-    MAX_LOGIT_BIAS,
-)
+from lightkv.router.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_END_IDS, MAX_LOGIT_BIAS
 
 # A count has this bit if the prompt holds the token, and the next if the token is banned; the bits below count
 # the token in the output.
