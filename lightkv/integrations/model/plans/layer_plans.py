@@ -1,9 +1,8 @@
 """How transformers' decoder layers compute, by the names of their classes, so that they can run fused.
 
-`fused_rotary.py` and `fused_layers.py` look a layer up when its model is loaded, and divided among ranks.
-What its plan says is compared there with the layer's own code. A part that computes anything else, and a
-layer without a plan, runs transformers' code. `python -m tests.support.plan_search` finds the plan of another
-family.
+`fused_rotary.py` and `fused_layers.py` look a layer up when its model is loaded, and divided among ranks. What
+its plan says is compared there with the layer's own code. A part that computes anything else, and a layer
+without a plan, runs transformers' code. `python -m tests.support.plan_search` finds the plan of another family.
 """
 
 from dataclasses import dataclass, replace
