@@ -121,10 +121,9 @@ class StaticStep:
         may change `rows`, `kv_lens`, `position_ids` and `slot_mapping` of the step in place.
 
         A graph captured on the returned step reads what every later `load` puts there. It reads the mask that
-        it was captured with, and it reads prefixes together if the batch that it was
-        captured on has `sharing`, even of no prefixes; then all batches need it. Raises the errors of
-        `Step.of`, and ValueError for a batch that is too large, or of a form that no graph can take; the
-        tensors are then as before.
+        it was captured with, and it reads prefixes together if the batch that it was captured on has `sharing`,
+        even of no prefixes; then all batches need it. Raises the errors of `Step.of`, and ValueError for a
+        batch that is too large, or of a form that no graph can take; the tensors are then as before.
         """
         self._check(batch)
         places = checked_places(batch, self.memory, mask)

@@ -11,11 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from lightkv.memory.kv_gatherer import KVGatherer
 from lightkv.triton_kernels.attention.attention_inputs import check_variants
-from lightkv.triton_kernels.attention.attention_reference import (
-    QUERY_TILE,
-    attend_request,
-    joined_reference,
-)
+from lightkv.triton_kernels.attention.attention_reference import QUERY_TILE, attend_request, joined_reference
 from lightkv.triton_kernels.attention.variants.chunk import Chunk
 from lightkv.triton_kernels.attention.variants.sink_logits import SinkLogits
 from lightkv.triton_kernels.attention.variants.softcap import Softcap

@@ -35,9 +35,7 @@ class GatheredStep(NamedTuple):
 
     source: torch.Tensor  # int64 [n]: the computed tokens that are new, as places in [B * T], row by row
     slots: torch.Tensor  # int64 [G, n]: the slots that their K/V is written to
-    seen: (
-        torch.Tensor
-    )  # int64 [G, B, width]: the slots of each row, column by column; 0 where it sees nothing
+    seen: torch.Tensor  # int64 [G, B, width]: the slots of each row's columns; 0 where it sees nothing
 
 
 def left_padding(mask: torch.Tensor | None, num_rows: int, num_columns: int) -> list[int]:

@@ -15,9 +15,7 @@ from .cache_layers import write_tokens
 class EncoderOutput(NamedTuple):
     """Which rows of a batch have the same encoder output, and which of its columns are no padding."""
 
-    which: list[
-        int
-    ]  # of each row, the request whose output it reads; rows of a request are beside each other
+    which: list[int]  # of each row, the request whose output it reads; rows of a request are neighbours
     first: list[int]  # the first row of each request
     real: np.ndarray  # bool [requests, columns]
 

@@ -92,11 +92,7 @@ class TextBatch:
         self.ids = self.ids[order]
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the last tokens of every row; their number is given as a negative one.
-
-        Raises ValueError for a number above 0, and where a row has fewer tokens without its padding; then no
-        row is cropped.
-        """
+        """Removes the last tokens of every row, as `LightKVCache.crop` says."""
         shortest = min((sequence.length for sequence in self.sequences), default=0)
         if not -shortest <= tokens_to_remove <= 0:
             raise ValueError(

@@ -228,16 +228,7 @@ class Tail:
     computes any of it (`published` is the last such step). queued: whether it is among the idle ones.
     """
 
-    __slots__ = (
-        "confirmed",
-        "holders",
-        "length",
-        "of",
-        "published",
-        "queued",
-        "segment",
-        "superseded",
-    )
+    __slots__ = ("confirmed", "holders", "length", "of", "published", "queued", "segment", "superseded")
 
     def __init__(self, of: Class, segment: Segment) -> None:
         self.of = of

@@ -15,11 +15,7 @@ from lightkv.counts import checked_count
 from lightkv.errors import OutOfMemory
 from lightkv.layer_groups import Lane
 from lightkv.triton_kernels.quantised.kv_format import Elements, KVFormat
-from lightkv.triton_kernels.quantised.quantise_reference import (
-    dequantise,
-    hadamard,
-    split_scales,
-)
+from lightkv.triton_kernels.quantised.quantise_reference import dequantise, hadamard, split_scales
 from lightkv.triton_kernels.write.inputs import StoredKV
 
 from .device import usable_device

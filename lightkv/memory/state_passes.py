@@ -118,11 +118,7 @@ class _Parts(NamedTuple):
 
 
 def state_passes(
-    states: StateMemory,
-    rows: Sequence[int],
-    counts: Sequence[int],
-    num_prefills: int,
-    earlier: Earlier,
+    states: StateMemory, rows: Sequence[int], counts: Sequence[int], num_prefills: int, earlier: Earlier
 ) -> list[StatePass]:
     """Returns the passes of a step, in their order, in one upload and without synchronising.
 

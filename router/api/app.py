@@ -104,7 +104,7 @@ def create_app(
             response_model=None,
             response_class=Response,  # the document says nothing of the bodies of answers
             responses=document.responses(route.path, [*route.errors, *guarded], route.special),
-            dependencies=[document.needs_bearer()] if needs_key else [],
+            dependencies=[document.NEEDS_KEY] if needs_key else [],
             openapi_extra=route.described,
         )
     return app

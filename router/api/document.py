@@ -5,7 +5,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Security
-from fastapi.params import Depends
 from fastapi.security import HTTPBearer
 
 from lightkv.router.api.answers.errors import OVERLOADED, ErrorBody, MessageErrorBody
@@ -50,6 +49,8 @@ CONVERTS_TEXT = (400, 404, 429)
 GENERATES = (400, 404, 429, 503)
 OF_MESSAGES = (400, 404, 429, OVERLOADED)
 ASKS_WORKER = (503,)
+# Documents the API key. It checks nothing, because `Guard` checks the key.
+NEEDS_KEY = Security(HTTPBearer(auto_error=False, scheme_name="key", description="The service's API key."))
 UNREADY: Answers = {503: {"description": "The same, of a service that is not healthy or not ready."}}
 UNKNOWN: Answers = {404: {"model": ErrorBody, "description": "The client has no open session of this id."}}
 
@@ -74,11 +75,6 @@ def responses(path: str, errors: Iterable[int], special: Answers) -> Answers:
     model = MessageErrorBody if path.startswith(MESSAGES_PATH) else ErrorBody
     usual: Answers = {200: {"description": "The answer."}}
     return usual | {status: {"model": model, **_ERRORS[status]} for status in statuses} | special
-
-
-def needs_bearer() -> Depends:
-    """Returns the dependency that documents the API key. It checks nothing, because `Guard` checks the key."""
-    return Security(HTTPBearer(auto_error=False, scheme_name="key", description="The service's API key."))
 
 
 def _parameter(name: str, place: str, schema: dict[str, Any], text: str = "") -> dict[str, Any]:

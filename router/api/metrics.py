@@ -4,7 +4,7 @@ Counts of tokens and requests come from the router's latest status. Times are ob
 While the router is silent, its gauges are left out, because they describe the present.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
@@ -195,28 +195,19 @@ class _RouterCollector:
             counter.add_metric([self._model], getattr(load, count))
             yield counter
         for name, text, count in _BY_KEY if load.by_key else ():
-            used = CounterMetricFamily(f"lightkv:key_{name}", text, labels=["model_name", "key"])
-            for key, usage in load.by_key.items():
-                used.add_metric([self._model, key], getattr(usage, count))
-            yield used
+            counts = {key: getattr(usage, count) for key, usage in load.by_key.items()}
+            yield self._by(CounterMetricFamily, f"lightkv:key_{name}", text, "key", counts)
         if load.by_key and not latest.is_silent:
             text = "Tokens that running requests hold; a shared one counts in each."
-            held = GaugeMetricFamily("lightkv:key_held_tokens", text, labels=["model_name", "key"])
-            for key, usage in load.by_key.items():
-                held.add_metric([self._model, key], usage.held)
-            yield held
+            held = {key: usage.held for key, usage in load.by_key.items()}
+            yield self._by(GaugeMetricFamily, "lightkv:key_held_tokens", text, "key", held)
         yield self._gauge("lightkv:ready", "Whether requests are accepted.", float(latest.takes_requests))
         yield self._gauge(
             "lightkv:router_silence_seconds", "Seconds since the router last reported.", latest.age
         )
-        dropped = CounterMetricFamily(
-            "lightkv:log_dropped_lines",
-            "Lines of a process's log that were dropped, because nothing read them in time.",
-            labels=["model_name", "process"],
-        )
-        dropped.add_metric([self._model, "api"], num_dropped_lines())
-        dropped.add_metric([self._model, "router"], load.num_dropped_log_lines)
-        yield dropped
+        text = "Lines of a process's log that were dropped, because nothing read them in time."
+        dropped = {"api": num_dropped_lines(), "router": load.num_dropped_log_lines}
+        yield self._by(CounterMetricFamily, "lightkv:log_dropped_lines", text, "process", dropped)
         info = latest.status.info
         if info is not None:
             family = InfoMetricFamily(
@@ -233,16 +224,24 @@ class _RouterCollector:
             }
             family.add_metric([self._model], config)
             yield family
-            unfused = GaugeMetricFamily(
-                "lightkv:unfused_layers",
-                "Layers that run transformers' own code, by what of them does and why.",
-                labels=["model_name", "why"],
-            )
-            for why, num_layers in info.unfused.items():
-                unfused.add_metric([self._model, why], num_layers)
-            yield unfused
+            text = "Layers that run transformers' own code, by what of them does and why."
+            yield self._by(GaugeMetricFamily, "lightkv:unfused_layers", text, "why", info.unfused)
 
     def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
         gauge = GaugeMetricFamily(name, text, labels=["model_name"])
         gauge.add_metric([self._model], value)
         return gauge
+
+    def _by(
+        self,
+        family: type[CounterMetricFamily | GaugeMetricFamily],
+        name: str,
+        text: str,
+        label: str,
+        values: Mapping[str, float],
+    ) -> Metric:
+        """Returns the metric of these values, each under its own value of `label`."""
+        metric = family(name, text, labels=["model_name", label])
+        for of, value in values.items():
+            metric.add_metric([self._model, of], value)
+        return metric

@@ -23,11 +23,8 @@ from lightkv.router.sampling_params import InvalidParams, SamplingParams
 from lightkv.router.simulate.config import InvalidSimulation
 from lightkv.router.terminal import Answers, headings, progress, say, usage
 
-from .chat import add_chat_command
-from .monitor import add_monitor_commands
+from . import chat, monitor, service, simulate
 from .options import examples, takes_engine, takes_sampling
-from .service import add_serve_command
-from .simulate import add_simulate_command
 
 if TYPE_CHECKING:
     from lightkv.router.text.tokenizer import Tokenizer
@@ -284,10 +281,11 @@ def _list() -> None:
         typer.echo(f"{model:<48} {_gib(num_bytes):>12}  {runs}")
 
 
-add_serve_command(app)
-add_chat_command(app)
-add_monitor_commands(app)
-add_simulate_command(app)
+app.command(epilog=examples(*service.EXAMPLES))(service.serve)
+app.command(epilog=examples(*chat.EXAMPLES))(chat.chat)
+app.command(epilog=examples(*monitor.TOP_EXAMPLES))(monitor.top)
+app.command("map", epilog=examples(*monitor.MAP_EXAMPLES))(monitor.pool_map)
+app.command(epilog=examples(*simulate.EXAMPLES))(simulate.simulate)
 
 
 def _read_prompts(prompts: Sequence[str] | None) -> list[str]:

@@ -13,18 +13,13 @@ from lightkv.errors import LightKVError
 from lightkv.router.terminal import say, usage
 
 from .http_client import DEFAULT_URL, ServiceClient, Usage
-from .options import ApiKey, CaCert, Url, examples
+from .options import ApiKey, CaCert, Url
 
-_EXAMPLES = (
+EXAMPLES = (
     "lightkv chat",
     "lightkv chat --system 'Answer in one sentence.' --temperature 0",
     "echo 'Name three rivers.' | lightkv chat --url http://127.0.0.1:9000 > rivers.txt",
 )
-
-
-def add_chat_command(app: typer.Typer) -> None:
-    """Adds the command to `app`."""
-    app.command(epilog=examples(*_EXAMPLES))(chat)
 
 
 def chat(

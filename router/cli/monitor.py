@@ -19,27 +19,21 @@ from lightkv.router.service.messages import WAITS_FOR, Load
 
 from . import latencies
 from .http_client import DEFAULT_URL, ServiceClient, ServiceRefused, ServiceUnreachable
-from .options import ApiKey, CaCert, Url, examples
+from .options import ApiKey, CaCert, Url
 
 _BAR_CHARS = 60
 _NAME_CHARS = 11  # of the longest name of a row, so that the tables stand in line
 _WINDOW_SECONDS = 60.0  # of the latencies; latencies.py says "in the last minute"
-_MAP_EXAMPLES = (
+MAP_EXAMPLES = (
     "lightkv map",
     "lightkv map --watch --interval 0.5",
     "lightkv map --json | jq .longest_free_run",
 )
-_TOP_EXAMPLES = ("lightkv top", "lightkv top --once --url unix:/run/lightkv.sock")
+TOP_EXAMPLES = ("lightkv top", "lightkv top --once --url unix:/run/lightkv.sock")
 _ASCII_MARKS = str.maketrans({"·": ".", "░": "=", "█": "#", "…": "..."})
 _MAP_LINES = 16  # lines of marks if the output is not a terminal
 _LEGEND_LINES = 3
 _MAX_OWNERS = _MAX_KEYS = 10
-
-
-def add_monitor_commands(app: typer.Typer) -> None:
-    """Adds the commands to `app`."""
-    app.command(epilog=examples(*_TOP_EXAMPLES))(top)
-    app.command("map", epilog=examples(*_MAP_EXAMPLES))(pool_map)
 
 
 # --------------------------------------------------------------------------------

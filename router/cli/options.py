@@ -158,11 +158,7 @@ _SEVERAL = [field.name for field in fields(ServiceConfig) if field.default == ()
 takes_engine = _with_options(
     "config", _config_options(EngineConfig, "Engine"), lambda values: EngineConfig(**values)
 )
-takes_service = _with_options(
-    "service",
-    _config_options(ServiceConfig, "Service"),
-    _service_config,
-)
+takes_service = _with_options("service", _config_options(ServiceConfig, "Service"), _service_config)
 takes_simulations = _with_options(
     "configs", _config_options(SimulationConfig, "Simulation"), _simulation_configs
 )

@@ -11,9 +11,9 @@ from lightkv.errors import require_packages
 from lightkv.router.config import EngineConfig, ServiceConfig
 
 from .config_file import set_defaults
-from .options import examples, takes_engine, takes_service
+from .options import takes_engine, takes_service
 
-_EXAMPLES = (
+EXAMPLES = (
     "lightkv serve",
     "lightkv serve ./my-model --port 9000 --max-total-tokens 200000",
     "lightkv serve --config service.toml --log-requests",
@@ -22,11 +22,8 @@ _EXAMPLES = (
 )
 
 
-def add_serve_command(app: typer.Typer) -> None:
-    """Adds the command to `app`."""
-    app.command(epilog=examples(*_EXAMPLES))(takes_engine(takes_service(serve)))
-
-
+@takes_engine
+@takes_service
 def serve(
     served: Annotated[
         str | None, typer.Argument(help="The same as --model.", show_default=False, metavar="MODEL")

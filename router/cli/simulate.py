@@ -21,12 +21,12 @@ from lightkv.errors import require_packages
 from lightkv.router.simulate.config import SimulationConfig
 from lightkv.router.terminal import say
 
-from .options import examples, takes_simulations
+from .options import takes_simulations
 
 if TYPE_CHECKING:
     from lightkv.router.simulate.report.tables import Table
 
-_EXAMPLES = (
+EXAMPLES = (
     "lightkv simulate",
     "lightkv simulate sharegpt --load 1.3 --admission quantile",
     "lightkv simulate AzureLLMInferenceTrace_conv.csv --allocation paged:16 --admission watermark",
@@ -39,11 +39,7 @@ _EXAMPLES = (
 _LEFT_OUT = "left out: what a page costs or saves in attention, so all have the step times of single tokens"
 
 
-def add_simulate_command(app: typer.Typer) -> None:
-    """Adds the command to `app`."""
-    app.command(epilog=examples(*_EXAMPLES))(takes_simulations(simulate))
-
-
+@takes_simulations
 def simulate(
     trace: Annotated[
         str,

@@ -253,7 +253,9 @@ class _Start:
 
     def capture(self, bound: _BoundModel, parts: RunnerParts) -> StepGraphs | None:
         """Compiles the kernels of steps and captures the first graphs; None where steps run without graphs."""
-        limits, graphs = bound.limits, self._graphs(bound, parts)
+        limits, graphs = bound.limits, None
+        if use_graphs(self.config, self.device):
+            graphs = StepGraphs(parts, limits, token_buckets(limits.max_step_tokens, limits.prefill_budget))
         if self.device.type == "cuda":
             self.report("compiling kernels")
             kinds = {
@@ -272,12 +274,6 @@ class _Start:
                 self.report(f"no CUDA graphs, so that the host launches each kernel of a step: {error}")
                 graphs = None
         return graphs
-
-    def _graphs(self, bound: _BoundModel, parts: RunnerParts) -> StepGraphs | None:
-        if not use_graphs(self.config, self.device):
-            return None
-        limits = bound.limits
-        return StepGraphs(parts, limits, token_buckets(limits.max_step_tokens, limits.prefill_budget))
 
     def describe(self, bound: _BoundModel, plan: MemoryPlan, graphs: StepGraphs | None) -> RunnerInfo:
         """Returns what the engine has to know of the runner, but for the times of its steps."""

@@ -17,12 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from lightkv.errors import LightKVError, UnsupportedModel, require_packages
 from lightkv.integrations.ranks.group import RankGroup
@@ -87,7 +82,8 @@ def load_model(
             grants more CPU memory than it has and kills the process that uses it.
     """
     config = load_checked_config(directory)
-    half = _text_half(directory, config)
+    with refusing(directory, "cannot be loaded"), quiet_transformers():
+        half = text_half(config) if is_wrapper(config) else None
     tensors: dict[str, StoredTensor] = {}
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)] if half is None else half.model_class
     for name in weight_files(directory):
@@ -199,14 +195,6 @@ def _known(stored: Mapping[str, StoredTensor], model_class: Any) -> dict[str, St
     build, as those that predict several tokens."""
     ignored = [re.compile(one) for one in model_class._keys_to_ignore_on_load_unexpected or ()]
     return {name: one for name, one in stored.items() if not any(one.search(name) for one in ignored)}
-
-
-def _text_half(directory: Path, config: PreTrainedConfig) -> TextHalf | None:
-    """Returns how to load the text half of a wrapper in `directory`; None for a text model."""
-    if not is_wrapper(config):
-        return None
-    with refusing(directory, "cannot be loaded"), quiet_transformers():
-        return text_half(config)
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,7 @@ from torch import Tensor
 
 from lightkv.errors import LightKVError
 from lightkv.router.engine.step import NewRow
-from lightkv.router.sampling_params import (
-    MAX_BAD_WORD_TOKENS,
-    MAX_BAD_WORDS,
-    MAX_END_IDS,
-    MAX_LOGIT_BIAS,
-)
+from lightkv.router.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_END_IDS, MAX_LOGIT_BIAS
 
 # A count has this bit if the prompt holds the token, and the next if the token is banned; the bits below count
 # the token in the output.
@@ -39,9 +34,7 @@ class RowEdits(NamedTuple):
     counts: np.ndarray  # int64 [2 * N]: place in the flattened counts, what to add there
     bans: np.ndarray  # int64 [2 * N]: row, the index of its mask
     masks: np.ndarray  # int64 [M * W]: bits of the tokens that may be sampled, W words a mask
-    words: (
-        np.ndarray
-    )  # int64 [(_TAIL + 3) * N]: place in the flattened words, position, last token, those before
+    words: np.ndarray  # int64 [(_TAIL + 3) * N]: place in the flattened words, position, last token, earlier
     tails: np.ndarray  # int64 [(_TAIL + 1) * N]: row, its last tokens
 
     @classmethod

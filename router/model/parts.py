@@ -162,11 +162,7 @@ class StepInputs(NamedTuple):
         return input_ids
 
     def sample(
-        self,
-        parts: RunnerParts,
-        logits: torch.Tensor,
-        kind: SamplerKind,
-        masks: torch.Tensor | None = None,
+        self, parts: RunnerParts, logits: torch.Tensor, kind: SamplerKind, masks: torch.Tensor | None = None
     ) -> StepOutput:
         """Samples the first `len(logits)` samples. `masks`: as in `Sampler.sample`."""
         num = len(logits)

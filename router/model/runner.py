@@ -80,11 +80,7 @@ class ModelRunner:
     """
 
     def __init__(
-        self,
-        parts: RunnerParts,
-        limits: Limits,
-        graphs: StepGraphs | None,
-        grammars: Grammars | None = None,
+        self, parts: RunnerParts, limits: Limits, graphs: StepGraphs | None, grammars: Grammars | None = None
     ) -> None:
         self.fatal = False
         self.grammars = grammars or Grammars(None, limits.vocab_size)

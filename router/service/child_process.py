@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _MMAP_THRESHOLD, _LARGE_BYTES = -3, 2**17  # the number of a setting of mallopt, and its value
@@ -63,10 +63,8 @@ def end_with_parent() -> None:
 def map_large_blocks() -> None:
     """Has malloc map each large block by itself, where libc can, so that it goes back to the system when it is
     freed. By default malloc keeps blocks of up to 32 MiB once it has freed one of that size."""
-    try:
+    with suppress(AttributeError):
         ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _LARGE_BYTES)
-    except AttributeError:
-        return
 
 
 def freeze_objects() -> None:

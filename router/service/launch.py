@@ -156,7 +156,8 @@ def _take_site(service: ServiceConfig) -> Iterator[Site]:
         if service.uds is not None:
             leftovers.append(os.path.abspath(service.uds))
         stack.callback(remove, leftovers)
-        yield Site(listener, _url(service, listener), _is_local(listener), directory, leftovers)
+        is_local = service.uds is not None or ipaddress.ip_address(listener.getsockname()[0]).is_loopback
+        yield Site(listener, _url(service, listener), is_local, directory, leftovers)
 
 
 def _bind(service: ServiceConfig) -> socket.socket:
@@ -210,12 +211,6 @@ def _url(service: ServiceConfig, listener: socket.socket) -> str:
     port = listener.getsockname()[1]
     host = f"[{service.host}]" if ":" in service.host else service.host
     return f"{'http' if service.ssl_certfile is None else 'https'}://{host}:{port}"
-
-
-def _is_local(listener: socket.socket) -> bool:
-    if listener.family == socket.AF_UNIX:
-        return True
-    return ipaddress.ip_address(listener.getsockname()[0]).is_loopback
 
 
 def _make_directory() -> Path:

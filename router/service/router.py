@@ -32,13 +32,7 @@ from .child_process import collect_seldom, freeze_objects
 from .log_stream import MinuteLog, num_dropped_lines
 from .messages import Accepted, FrameStream, Load, Refused, State, Status, Submit, ToRouter, is_own
 from .restarts import Restarts
-from .submitted import (
-    MAX_KEPT_BYTES,
-    MAX_UNREAD_BYTES,
-    NoRoom,
-    SubmittedRequests,
-    requests_of,
-)
+from .submitted import MAX_KEPT_BYTES, MAX_UNREAD_BYTES, NoRoom, SubmittedRequests, requests_of
 from .worker_client import WorkerDied, WorkerFailed
 
 if TYPE_CHECKING:  # its package is an extra's

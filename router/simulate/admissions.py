@@ -27,7 +27,6 @@ class DrawnLengths(OutputLengths):
         self._rng = Random(seed)
 
     def estimate(self, generated: int, max_tokens: int) -> int:
-        """Returns the expected final length of an output: more than `generated`, at most `max_tokens`."""
         if self.knows_longer(generated):
             self.quantile = self._rng.random()
         return super().estimate(generated, max_tokens)
@@ -38,7 +37,6 @@ class AverageLength(OutputLengths):
     longer than it is. LightLLM does the same with an exponential mean."""
 
     def estimate(self, generated: int, max_tokens: int) -> int:
-        """Returns the expected final length of an output: more than `generated`, at most `max_tokens`."""
         if not self.is_known:
             return max_tokens
         mean = sum(self._sorted) // len(self._sorted)
@@ -70,17 +68,14 @@ class SimulatedAdmission(Admission):
     slack: int = 0
 
     def can_guarantee(self, request: Request) -> bool:
-        """Returns whether the request becomes guaranteed, at once or later."""
         return self.guarantees and super().can_guarantee(request)
 
     def expected(self, request: Request, generated: int) -> int:
-        """Returns the expected length of the request's output, which has `generated` tokens so far."""
         if self.estimates is None or self.guarantees or self.shares is not None:
             return super().expected(request, generated)
         return self.estimates.estimate(generated, request.max_tokens)
 
     def limit_with(self, running: Running, *requests: Request) -> int:
-        """Returns the most slots that the running requests and these may be counted with, less the reserve."""
         num = running.ledger.num_open + len(requests)
         return super().limit_with(running, *requests) - self.slack * num
 

@@ -147,7 +147,6 @@ class PagedLedger(PaddedLedger):
         super().evict(-(-count // self.page) * self.page)
 
     def check(self) -> None:
-        """Recounts everything. Raises CheckFailed."""
         super().check()
         padding = sum(-sequence.length % self.page for sequence in self.sequences)
         if padding != self.padding:
@@ -245,7 +244,6 @@ class ContiguousLedger(PaddedLedger):
         super().close(sequence, b"", cache=False)
 
     def check(self) -> None:
-        """Recounts everything. Raises CheckFailed."""
         super().check()
         padding = sum(self._runs[sequence.row] - sequence.length for sequence in self.sequences)
         if padding != self.padding or self.num_free < 0:

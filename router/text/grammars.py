@@ -13,6 +13,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -171,10 +172,8 @@ def heap_bytes() -> int:
 
 def return_free_memory() -> None:
     """Has malloc return what it holds of freed memory to the system, where libc can. It takes milliseconds."""
-    try:
+    with suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
-    except AttributeError:
-        return
 
 
 class ModelTokens(NamedTuple):

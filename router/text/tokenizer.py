@@ -102,6 +102,7 @@ class Tokenizer:
         if chat_template is not None:
             _ = self._template  # raises ChatTemplateError
         added = self._tokenizer.get_added_tokens_decoder()
+        self._added_texts = [token.content for token in added.values()]
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.is_byte_level = isinstance(self._tokenizer.decoder, tokenizers.decoders.ByteLevel)
         # Of tokens that were seen, or of all once `prepare` has run: their number is that of the vocabulary.
@@ -291,10 +292,6 @@ class Tokenizer:
             return text
 
     @cached_property
-    def _added_texts(self) -> list[str]:
-        return [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
-
-    @cached_property
     def longest_token(self) -> int:
         """The characters of the longest token, at least 32: normalisers may join a few characters to one."""
         return max(_MIN_LONGEST_TOKEN, *map(len, self._tokenizer.get_vocab()))
@@ -403,9 +400,6 @@ def template_sandbox() -> ImmutableSandboxedEnvironment:
     def raise_exception(message: str) -> NoReturn:
         raise jinja2.TemplateError(message)
 
-    def strftime_now(form: str) -> str:
-        return datetime.now().strftime(form)
-
     def tojson(
         value: Any,
         ensure_ascii: bool = False,
@@ -418,7 +412,8 @@ def template_sandbox() -> ImmutableSandboxedEnvironment:
             value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
         )
 
-    environment.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     environment.filters["tojson"] = tojson
     return environment
 

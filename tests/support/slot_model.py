@@ -79,7 +79,7 @@ class Model:
         ]
         first_block = int(state.first_block)
         assert 0 <= first_block <= min(self.free, default=self.num_slots) // state.block_slots
-        assert int(state.metadata[TICKET]) == 0
+        assert int(state.metadata[TICKET.value]) == 0
         words = [0] * len(state.free_bits)
         for slot in self.free:
             words[slot // state.word_slots] |= 1 << slot % state.word_slots

@@ -23,19 +23,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightkv.triton_kernels.attention.decode.decode_attention import (
-    attend_decodes,
-    check_decodes,
-)
-from lightkv.triton_kernels.attention.decode.decode_plan import (
-    DecodePlan,
-    SharedPrefixGroups,
-    decode_plan,
-)
-from lightkv.triton_kernels.attention.prefill.prefill_attention import (
-    attend_prefills,
-    check_prefills,
-)
+from lightkv.triton_kernels.attention.decode.decode_attention import attend_decodes, check_decodes
+from lightkv.triton_kernels.attention.decode.decode_plan import DecodePlan, SharedPrefixGroups, decode_plan
+from lightkv.triton_kernels.attention.prefill.prefill_attention import attend_prefills, check_prefills
 from lightkv.triton_kernels.attention.prefill.prefill_plan import PrefillPlan, prefill_plan
 from lightkv.triton_kernels.attention.variants.variant import limits
 from lightkv.triton_kernels.quantised.kv_format import AS_COMPUTED, KVFormat

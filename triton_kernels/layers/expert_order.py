@@ -36,8 +36,7 @@ class OrderLaunch(NamedTuple):
     num_warps: int
 
 
-# The launches by the pairs that they are for at most, and that of more. Measured on an H200
-# with Triton 3.6.
+# The launches by the pairs that they are for at most, and that of more. Measured on an H200 with Triton 3.6.
 _FEW = {most: OrderLaunch(True, most, 8, 4) for most in (256, 512, 2048)}
 _MANY = OrderLaunch(False, 1024, 128, 4)
 

@@ -31,13 +31,6 @@ from .slot_state import (
 )
 
 _SHORT = tl.constexpr(int(SlotFlag.SHORT))
-_NUM_FREE = tl.constexpr(NUM_FREE)
-_FLAGS = tl.constexpr(FLAGS)
-_FIRST_BLOCK = tl.constexpr(FIRST_BLOCK)
-_SPAN = tl.constexpr(SPAN)
-_FOUND = tl.constexpr(FOUND)
-_MAX_FOUND = tl.constexpr(MAX_FOUND)
-_BLOCK_FREE = tl.constexpr(BLOCK_FREE)
 _NO_RUN = tl.constexpr(2**31 - 1)
 
 _TILE_SLOTS = 2048  # slots that a program of the second kernel handles at once
@@ -119,7 +112,7 @@ def _scan_blocks(metadata, start, total, num_alloc, layout, TILE: tl.constexpr):
     """
     blocks = start + tl.arange(0, TILE)
     within = blocks < layout.NUM_BLOCKS
-    free = tl.load(metadata + _BLOCK_FREE + blocks, mask=within, other=0)
+    free = tl.load(metadata + BLOCK_FREE + blocks, mask=within, other=0)
     rank_after = total + tl.cumsum(free, 0)
     tl.store(metadata + layout.CUM_SUM + blocks, rank_after, mask=within)
     holds = (free > 0) & (rank_after - free < num_alloc)
@@ -154,10 +147,10 @@ def _plan_kernel(
     part = tl.program_id(0) - 1
     if part >= 0:
         found = _find_run(metadata, max_n, part, chunk, back, layout, TILE)
-        tl.store(metadata + _FOUND + part, found)
+        tl.store(metadata + FOUND + part, found)
     else:
-        num_free = tl.load(metadata + _NUM_FREE)
-        start = tl.load(metadata + _FIRST_BLOCK)
+        num_free = tl.load(metadata + NUM_FREE)
+        start = tl.load(metadata + FIRST_BLOCK)
         wanted = max_n
         if given.COUNT:
             wanted = tl.load(count)
@@ -169,12 +162,12 @@ def _plan_kernel(
             first_block = tl.minimum(first_block, first)
             end_block = tl.maximum(end_block, end)
             start += tiles.later
-        tl.store(metadata + _NUM_FREE, num_free - num_alloc)
+        tl.store(metadata + NUM_FREE, num_free - num_alloc)
         if num_alloc < wanted:
-            tl.atomic_or(metadata + _FLAGS, _SHORT, sem="relaxed")
-        tl.store(metadata + _SPAN, first_block)
-        tl.store(metadata + _SPAN + 1, end_block)
-        tl.store(metadata + _SPAN + 2, num_alloc)
+            tl.atomic_or(metadata + FLAGS, _SHORT, sem="relaxed")
+        tl.store(metadata + SPAN, first_block)
+        tl.store(metadata + SPAN + 1, end_block)
+        tl.store(metadata + SPAN + 2, num_alloc)
         for start in range(num_alloc, max_n, BLOCK):
             places = start + tl.arange(0, BLOCK)
             within = places < max_n
@@ -206,20 +199,20 @@ def _alloc_many_kernel(
     program."""
     WORDS: tl.constexpr = layout.WORDS
     WORD_SLOTS: tl.constexpr = layout.WORD_SLOTS
-    parts = tl.arange(0, _MAX_FOUND)
-    found = tl.load(metadata + _FOUND + parts, mask=parts < num_found, other=_NO_RUN)
-    first_block = tl.load(metadata + _SPAN)
-    end_block = tl.load(metadata + _SPAN + 1)
-    num_alloc = tl.load(metadata + _SPAN + 2)
+    parts = tl.arange(0, MAX_FOUND)
+    found = tl.load(metadata + FOUND + parts, mask=parts < num_found, other=_NO_RUN)
+    first_block = tl.load(metadata + SPAN)
+    end_block = tl.load(metadata + SPAN + 1)
+    num_alloc = tl.load(metadata + SPAN + 2)
     run = tl.min(found, 0)
     is_run = run != _NO_RUN
     if (tl.program_id(0) == 0) & (run == _NO_RUN) & (num_alloc > 0):  # a run may leave free slots below
-        tl.store(metadata + _FIRST_BLOCK, end_block - 1)
+        tl.store(metadata + FIRST_BLOCK, end_block - 1)
     num_alloc = tl.where(is_run, n, num_alloc)
     first_block = tl.where(is_run, run // (WORDS * WORD_SLOTS), first_block)
     end_block = tl.where(is_run, (run + (n - 1)) // (WORDS * WORD_SLOTS) + 1, end_block)
 
-    block_free = metadata + _BLOCK_FREE
+    block_free = metadata + BLOCK_FREE
     mem_cum_sum = metadata + layout.CUM_SUM
     free_bits = metadata + layout.FREE_BITS
     bit = tl.arange(0, WORD_SLOTS)
@@ -264,7 +257,7 @@ def alloc_many(
     """
     max_n, num_blocks = len(out), len(state.block_free)
     num_words = num_blocks * state.block_words
-    search = run_search(device_class(out.device), num_words, state.word_slots, max_n, MAX_FOUND)
+    search = run_search(device_class(out.device), num_words, state.word_slots, max_n, MAX_FOUND.value)
     num_parts = search.num_programs if find_run else 0
     in_table = table_arguments(state, entries)
     given, given_entries = Given.of(count, entries), Given.of(None, entries)

@@ -58,11 +58,6 @@ __all__ = [
 _SHORT = tl.constexpr(int(SlotFlag.SHORT))
 _DOUBLE_FREE = tl.constexpr(int(SlotFlag.DOUBLE_FREE))
 _OUT_OF_RANGE = tl.constexpr(int(SlotFlag.OUT_OF_RANGE))
-_NUM_FREE = tl.constexpr(NUM_FREE)
-_FLAGS = tl.constexpr(FLAGS)
-_FIRST_BLOCK = tl.constexpr(FIRST_BLOCK)
-_TICKET = tl.constexpr(TICKET)
-_BLOCK_FREE = tl.constexpr(BLOCK_FREE)
 _NEVER = tl.constexpr(2**31 - 1)  # larger than any rank
 _NO_SLOT = tl.constexpr(-(2**30))  # in no word and no block
 
@@ -102,7 +97,7 @@ def _pass_blocks(metadata, start, total, ranks, layout, TILE: tl.constexpr, RANK
     (0 if there are none), and the sum over all these blocks. `total`: the sum before `start`."""
     blocks = start + tl.arange(0, TILE)
     within = blocks < layout.NUM_BLOCKS
-    sums = total + tl.cumsum(tl.load(metadata + _BLOCK_FREE + blocks, mask=within, other=0), 0)
+    sums = total + tl.cumsum(tl.load(metadata + BLOCK_FREE + blocks, mask=within, other=0), 0)
     after = tl.where(within, sums, _NEVER)
     # The ranks from a block's prefix sum on pass the block. It is counted at the first of them, then summed.
     first_passing = tl.maximum(after - tl.min(ranks, 0), 0)
@@ -168,11 +163,11 @@ def _write_metadata(
     begins = taken & (blocks != lower // BLOCK_SLOTS)
     ends = taken & (blocks != higher // BLOCK_SLOTS)
     change = tl.where(begins, ranks, 0) - tl.where(ends, ranks + 1, 0)
-    tl.atomic_add(metadata + _BLOCK_FREE + blocks, change, mask=begins | ends, sem="relaxed")
-    tl.store(metadata + _FIRST_BLOCK + tl.zeros_like(blocks), blocks, mask=ranks == num_alloc - 1)
-    tl.store(metadata + _NUM_FREE, num_free - num_alloc)
+    tl.atomic_add(metadata + BLOCK_FREE + blocks, change, mask=begins | ends, sem="relaxed")
+    tl.store(metadata + FIRST_BLOCK + tl.zeros_like(blocks), blocks, mask=ranks == num_alloc - 1)
+    tl.store(metadata + NUM_FREE, num_free - num_alloc)
     if num_alloc < wanted:
-        tl.atomic_or(metadata + _FLAGS, _SHORT, sem="relaxed")
+        tl.atomic_or(metadata + FLAGS, _SHORT, sem="relaxed")
 
 
 @triton.jit(
@@ -200,8 +195,8 @@ def _alloc_few_kernel(
     ranks = first_rank + tl.arange(0, RANKS)
     within = ranks < max_n
     # Independent loads are issued first, so that they overlap.
-    num_free = tl.load(metadata + _NUM_FREE)
-    first_block = tl.load(metadata + _FIRST_BLOCK)
+    num_free = tl.load(metadata + NUM_FREE)
+    first_block = tl.load(metadata + FIRST_BLOCK)
     wanted = max_n
     if given.COUNT:
         wanted = tl.load(count)
@@ -216,14 +211,14 @@ def _alloc_few_kernel(
     # The first-level cache does not see what other programs write.
     CACHE: tl.constexpr = ".cg" if ALL_RANKS > RANKS else ""
     if ALL_RANKS > RANKS:
-        is_last = tl.atomic_add(metadata + _TICKET, 1, sem="acq_rel") == tl.num_programs(0) - 1
+        is_last = tl.atomic_add(metadata + TICKET, 1, sem="acq_rel") == tl.num_programs(0) - 1
     if given.TABLE:
         tl.store(table + entries, slots, mask=within)
     tl.store(mem_state + slots, tl.zeros([RANKS], tl.int32), mask=ranks < num_alloc)
     if is_last:
         _write_metadata(metadata, out, num_alloc, num_free, wanted, layout, ALL_RANKS, CACHE)
         if ALL_RANKS > RANKS:
-            tl.store(metadata + _TICKET, 0)
+            tl.store(metadata + TICKET, 0)
 
 
 @triton.jit(do_not_specialize=["num_to_free"], do_not_specialize_on_alignment=["to_free"])
@@ -249,15 +244,15 @@ def _free_slots_kernel(
     bit = one << (slots % WORD_SLOTS).to(tl.int32)
     tl.atomic_or(metadata + FREE_BITS + slots // WORD_SLOTS, bit, mask=freed, sem="relaxed")
     blocks = slots // BLOCK_SLOTS
-    tl.atomic_add(metadata + _BLOCK_FREE + blocks, one, mask=freed, sem="relaxed")
+    tl.atomic_add(metadata + BLOCK_FREE + blocks, one, mask=freed, sem="relaxed")
     lowest = tl.min(tl.where(freed, blocks, _NEVER), 0).to(tl.int32)
-    tl.atomic_min(metadata + _FIRST_BLOCK, lowest, sem="relaxed")
-    tl.atomic_add(metadata + _NUM_FREE, tl.sum(freed.to(tl.int32), 0), sem="relaxed")
+    tl.atomic_min(metadata + FIRST_BLOCK, lowest, sem="relaxed")
+    tl.atomic_add(metadata + NUM_FREE, tl.sum(freed.to(tl.int32), 0), sem="relaxed")
     double_free = tl.max((in_range & (was_free == 1)).to(tl.int32), 0)
     out_of_range = tl.max((valid & (in_range == 0)).to(tl.int32), 0)
     if double_free + out_of_range > 0:
         tl.atomic_or(
-            metadata + _FLAGS, double_free * _DOUBLE_FREE + out_of_range * _OUT_OF_RANGE, sem="relaxed"
+            metadata + FLAGS, double_free * _DOUBLE_FREE + out_of_range * _OUT_OF_RANGE, sem="relaxed"
         )
 
 

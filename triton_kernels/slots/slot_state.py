@@ -18,15 +18,15 @@ from torch import Tensor
 from .relaunch import Launches
 
 # The layout of `metadata`: one tensor, because every argument of a launch costs host time. Parts of fixed size:
-NUM_FREE = 0  # free slots of the pool
-FLAGS = 1  # SlotFlag bits
-FIRST_BLOCK = 2  # a lower bound: no block before it has a free slot; allocations raise it, frees lower it
-TICKET = 3  # programs of the running allocation that have finished reading; 0 between allocations
-SPAN = 4  # [3], the plan of `alloc_many`: first block, end of the blocks, number of slots
-FOUND = 32  # [MAX_FOUND], the lowest start of a run that each searching program found
-MAX_FOUND = 256
+NUM_FREE = tl.constexpr(0)  # free slots of the pool
+FLAGS = tl.constexpr(1)  # SlotFlag bits
+FIRST_BLOCK = tl.constexpr(2)  # no block before it has a free slot; allocations raise it, frees lower it
+TICKET = tl.constexpr(3)  # programs of the running allocation that have read; 0 between allocations
+SPAN = tl.constexpr(4)  # [3], the plan of `alloc_many`: first block, end of the blocks, number of slots
+FOUND = tl.constexpr(32)  # [MAX_FOUND], the lowest start of a run that each searching program found
+MAX_FOUND = tl.constexpr(256)
 # From here on block_free, mem_cum_sum and free_bits, each padded to ALIGN.
-BLOCK_FREE = FOUND + MAX_FOUND
+BLOCK_FREE = tl.constexpr(FOUND.value + MAX_FOUND.value)
 ALIGN = 64
 
 BLOCK_SLOTS = 1024  # 32 words of bits: one cache line for each slot that a decode step allocates
@@ -85,10 +85,12 @@ def new_slot_state(num_slots: int, device: torch.device | str, block_slots: int 
     word_slots = min(32, block_slots)
     num_words = num_blocks * (block_slots // word_slots)
     padded = triton.cdiv(num_blocks, ALIGN) * ALIGN
-    metadata = torch.zeros(BLOCK_FREE + 2 * padded + num_words, dtype=torch.int32, device=device)
-    block_free, mem_cum_sum = metadata[BLOCK_FREE:][:num_blocks], metadata[BLOCK_FREE + padded :][:num_blocks]
-    free_bits = metadata[BLOCK_FREE + 2 * padded :]
-    counters, first_block = metadata[NUM_FREE : FLAGS + 1], metadata[FIRST_BLOCK : FIRST_BLOCK + 1]
+    begin = BLOCK_FREE.value
+    metadata = torch.zeros(begin + 2 * padded + num_words, dtype=torch.int32, device=device)
+    block_free, mem_cum_sum = metadata[begin:][:num_blocks], metadata[begin + padded :][:num_blocks]
+    free_bits = metadata[begin + 2 * padded :]
+    counters = metadata[NUM_FREE.value : FLAGS.value + 1]
+    first_block = metadata[FIRST_BLOCK.value :][:1]
 
     mem_state = torch.ones(num_slots, dtype=torch.int32, device=device)
     mem_state[0] = 0

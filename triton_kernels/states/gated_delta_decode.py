@@ -96,9 +96,7 @@ def gated_delta_decode(
         qkv: `[T, 2 * HK * DK + HV * DV]`, the heads of q, of k and of v. HV is a multiple of HK; head h of v
             has head h // (HV // HK) of q and k.
         a, b: `[T, HV]`. These and the tensors of `gates` are of any floating types.
-        states: float32 `[num_slots, HV, DK, DV]`, each slot contiguous.
-        rows: the slots that they read and write, and where their tokens stand in qkv, a, b and `out`.
-        out: `[T, HV, DV]`. A row of padding gets zeros, and tokens of no row stay.
+        states, rows, out: as in `decay_decode`.
 
     Nothing synchronises, so a CUDA graph can capture it. A model on a CPU calls the reference.
 

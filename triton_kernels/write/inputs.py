@@ -41,12 +41,8 @@ _TABLES = {
 class StoredKV(NamedTuple):
     """Where a layer's K and V are stored by slot, and how.
 
-    `k`: `[num_slots, num_kv_heads, Dk]`, `v`: `[num_slots, num_kv_heads, Dv]`, each of the type that `format`
-    stores, with any strides, except that the last one is 1; both may be views of one buffer. Two elements of 4
-    bits share a byte, so there the last dim is half of Dk or Dv.
-    `scales`: `[num_slots, num_kv_heads, num_scales]` of `format.scale_dtype`, the last stride 1: the scales and
-    zero points of K, then those of V. Static ones, whose stride of slots is 0, are read. None if nothing is
-    quantised.
+    `k`, `v`, `scales`: as in `PagedKV`, K and V of the type that `format` stores. Static scales, whose stride
+    of slots is 0, are read.
     """
 
     k: Tensor

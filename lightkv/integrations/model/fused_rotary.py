@@ -1,11 +1,10 @@
 """A fused forward pass for attention modules that only project, normalise q and k, apply rotary positions and
 attend.
 
-It hands q and k to attention without their norms and positions, which the kernel that writes K/V applies on
-the way. The cosines and sines are those that the model computes itself once a step, so every scaling,
-precision and frequency by layer stays the model's own. `fuse` reads in the plan of a decoder layer
-(`plans/layer_plans.py`) how its attention module computes, and compares that with the module's own forward
-pass.
+It hands q and k to attention without their norms and positions, which the kernel that writes K/V applies on the
+way. The cosines and sines are those that the model computes itself once a step, so every scaling, precision and
+frequency by layer stays the model's own. `fuse` reads in the plan of a decoder layer (`plans/layer_plans.py`)
+how its attention module computes, and compares that with the module's own forward pass.
 """
 
 from collections.abc import Callable

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lightkv.attention import AttentionBackend, Step
-from lightkv.integrations.model.mixers.mixer import Mixer, are_bound, bind_mixers, release_mixers
+from lightkv.integrations.model.mixers.mixer import Mixer, bind_mixers, is_bound_mixer, release_mixers
 
 from .attention_call import ATTENTION, AttentionCall, compute, set_attention, switch_attention
 from .fused_rotary import fuse, fused_forwards, set_fused_forwards
@@ -137,7 +137,7 @@ def undo_binding(model: PreTrainedModel) -> Callable[[], None]:
     before = model.config._attn_implementation
     rope_types = {module: module.rope_type for module in model.modules() if hasattr(module, "rope_type")}
     forwards = fused_forwards(model)
-    had_positions, had_mixers = has_positions(model), are_bound(model)
+    had_positions, had_mixers = has_positions(model), any(map(is_bound_mixer, model.modules()))
 
     def undo() -> None:
         set_attention(model, before)

@@ -15,7 +15,7 @@ A decoder layer so has two sums: behind the attention's output projection, and b
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any, cast
@@ -294,7 +294,8 @@ def _divide(model: PreTrainedModel, ranks: RankGroup, plan: Mapping[str, str]) -
             if isinstance(experts, DivisibleExperts):
                 style = plan.get(_generic(f"{name}.{own}"), "replicate")
                 setattr(module, own, _own_experts(experts, style, ranks))
-    for name, module, style in list(_styled(root, plan)):
+    styled = [(name, one, plan[key]) for name, one in root.named_modules() if (key := _generic(name)) in plan]
+    for name, module, style in styled:
         if isinstance(module, nn.Linear | WeightPart):
             whole_in, whole_out = module.in_features, module.out_features
             if isinstance(module, WeightPart):
@@ -362,13 +363,6 @@ def _divide_sizes(owner: Any, names: Iterable[str], ranks: RankGroup) -> None:
     for name in names:
         if hasattr(owner, name):
             setattr(owner, name, getattr(owner, name) // ranks.size)
-
-
-def _styled(root: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yields the modules that the plan names, with their names and styles."""
-    for name, module in root.named_modules():
-        if (key := _generic(name)) in plan:
-            yield name, module, plan[key]
 
 
 def _generic(name: str) -> str:

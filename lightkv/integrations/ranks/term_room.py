@@ -1,9 +1,8 @@
 """Adds up the ranks' terms of a layer's output together with the residual and the norm that comes next.
 
 A product writes this rank's term straight into memory that all ranks have mapped, and one kernel
-(`summed_residual_norm`) does the rest: nothing is copied, and the sum is never written. A decoder layer has
-two such sums, behind its attention and behind its MLP, and each has a place of its own, so that they take
-turns.
+(`summed_residual_norm`) does the rest: nothing is copied, and the sum is never written. A decoder layer has two
+such sums, behind its attention and behind its MLP, and each has a place of its own, so that they take turns.
 """
 
 from dataclasses import dataclass

@@ -38,11 +38,7 @@ class ChatWriter:
     calls; None writes all text as content. `extras`: what answers have beside their text."""
 
     def __init__(
-        self,
-        model: str,
-        tokenizer: Tokenizer,
-        reading: Reading | None = None,
-        extras: Extras | None = None,
+        self, model: str, tokenizer: Tokenizer, reading: Reading | None = None, extras: Extras | None = None
     ) -> None:
         self.extras = extras or Extras()
         self._tokenizer = tokenizer

@@ -21,12 +21,7 @@ class CompletionWriter:
 
     divides_answers = False  # the text of an answer is written as it is
 
-    def __init__(
-        self,
-        model: str,
-        tokenizer: Tokenizer,
-        extras: Extras | None = None,
-    ) -> None:
+    def __init__(self, model: str, tokenizer: Tokenizer, extras: Extras | None = None) -> None:
         self.extras = extras or Extras()
         self._tokenizer = tokenizer
         self._head = head_of("cmpl", model)

@@ -227,24 +227,20 @@ def _part(item: Mapping[str, Any], text: str, logprobs: Any) -> Object:
 
 
 def _message_item() -> Object:
-    name = f"msg_{secrets.token_hex(16)}"
-    return {"id": name, "type": "message", "status": "in_progress", "role": "assistant", "content": []}
+    return _begun("msg", "message", role="assistant", content=[])
 
 
 def _reasoning_item() -> Object:
-    name = f"rs_{secrets.token_hex(16)}"
-    return {"id": name, "type": "reasoning", "status": "in_progress", "summary": [], "content": []}
+    return _begun("rs", "reasoning", summary=[], content=[])
 
 
 def _call_item(call_id: str, name: str) -> Object:
-    return {
-        "id": f"fc_{secrets.token_hex(16)}",
-        "type": "function_call",
-        "status": "in_progress",
-        "call_id": call_id,
-        "name": name,
-        "arguments": "",
-    }
+    return _begun("fc", "function_call", call_id=call_id, name=name, arguments="")
+
+
+def _begun(prefix: str, kind: str, **fields: Any) -> Object:
+    """Returns an item that has just begun."""
+    return {"id": f"{prefix}_{secrets.token_hex(16)}", "type": kind, "status": "in_progress", **fields}
 
 
 def _usage(generation: Generation) -> Object:

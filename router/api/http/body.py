@@ -193,8 +193,8 @@ def parse(body: bytes | bytearray, max_values: int = MAX_VALUES) -> Any:
     """Parses a body, holding Python's lock for some tens of milliseconds at most.
 
     Raises HTTPException (413) if it has too many values for that, and ValueError if it is not JSON or nests too
-    deeply. NaN and
-    half surrogate pairs, which strict JSON does not allow, are accepted except in very large bodies.
+    deeply. NaN and half surrogate pairs, which strict JSON does not allow, are accepted except in very large
+    bodies.
     """
     num_structure = _check_values(body, max_values) if len(body) > SHORT_BODY else 0
     try:

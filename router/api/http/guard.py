@@ -111,12 +111,14 @@ class Guard:
             and any(self._metrics_keys.find(given) is not None for given in sent)
         )
         if self._hosts is not None and not is_open and not self._hosts.allows(host):
-            await error_response(403, _other_host(host))(scope, receive, send)
-        elif self._needs_key and not is_known and not is_open:
-            response = error_response(
-                401, "the API key is missing or wrong; send Authorization: Bearer KEY, or x-api-key: KEY"
+            text = (
+                f"the Host is {host[:200]!r}, which is not a name of this service; if it is one, start the "
+                "service with --allowed-hosts and this name"
             )
-            await response(scope, receive, send)
+            await error_response(403, text)(scope, receive, send)
+        elif self._needs_key and not is_known and not is_open:
+            text = "the API key is missing or wrong; send Authorization: Bearer KEY, or x-api-key: KEY"
+            await error_response(401, text)(scope, receive, send)
         elif scope["method"] == "POST" and _is_form(headers):
             await error_response(400, not_json(headers.get("content-type")))(scope, receive, send)
         elif length.isdecimal() and int(length) > self._max_body_bytes:
@@ -167,13 +169,6 @@ def _is_form(headers: Headers) -> bool:
     """Returns whether a page of any origin can send these headers without asking first, as browsers do before
     they send JSON or headers of their own."""
     return not (is_json(headers.get("content-type")) or not _ASKED_FIRST.isdisjoint(headers.keys()))
-
-
-def _other_host(host: str) -> str:
-    return (
-        f"the Host is {host[:200]!r}, which is not a name of this service; if it is one, start the service "
-        "with --allowed-hosts and this name"
-    )
 
 
 class ErrorResponse(Response):

@@ -21,7 +21,7 @@ from .dialect import ChatDialect
 from .generation import Desk, GenerationRequest
 from .prompts import Chat, PromptReader
 from .refused import CHAT, MESSAGES, refuse_unsupported
-from .tools import ToolFields
+from .tools import RequestPart, ToolFields
 
 # The arguments of transformers' apply_chat_template. Requests set them by other fields, or not at all.
 RESERVED_VARIABLES = (
@@ -35,10 +35,8 @@ RESERVED_VARIABLES = (
 )
 
 
-class TextPart(BaseModel):
+class TextPart(RequestPart):
     """A part of a message's content."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     type: Literal["text"]
     text: str

@@ -63,7 +63,6 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompt_scores(self) -> int | None:
-        """How many log-probabilities of each of the prompt's tokens are computed, if any."""
         if not self.echoes_logprobs:
             return self.prompt_logprobs
         return max(self.prompt_logprobs or 0, self.logprobs or 0)

@@ -42,6 +42,7 @@ from lightkv.token_set import TokenSet
 from .refused import HINTS, SECOND_NAMES, Unsupported, by_own_names, refuse_unsupported
 from .sharing import MAX_SESSION_ID, namespace_of, session_of
 from .structured import grammar_of
+from .tools import RequestPart
 
 MAX_PRIORITY = 2**31 - 1
 # fail_fast: a list of a million wrong items is one error, not a million.
@@ -66,10 +67,8 @@ class RequestBody(BaseModel):
     model: str | None = Field(None, description="One of /v1/models; by default the first of them.")
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(RequestPart):
     """Options of a stream."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     include_usage: bool | None = Field(
         None, description="End the stream with a chunk that has token counts and no choices."
@@ -298,8 +297,11 @@ class Desk:
             raise InvalidParams("prompt", f"{num_prompts} prompts", most)
         if params.n > settings.max_answers:
             raise InvalidParams("n", params.n, f"1 to {settings.max_answers}")
-        if (num_prompts or 1) * params.n > settings.max_queued_requests:
-            raise self._over_queue(num_prompts or 1, params.n)
+        num_answers = (num_prompts or 1) * params.n
+        if num_answers > settings.max_queued_requests:  # the queue could never hold all of them together
+            most = f"at most {settings.max_queued_requests} answers at once"
+            allowed = f"{most}, or start with a larger --max-queued-requests"
+            raise InvalidParams("n", f"{params.n} for each of {num_prompts or 1} prompts", allowed)
         context = info.limits.max_model_len
         priority = body.priority or 0
         if priority < 0 and not settings.allow_priority:
@@ -331,7 +333,6 @@ class Desk:
             ),
         )
         if (key := request.state.api_key) is not None:
-            num_answers = (num_prompts or 1) * params.n
             length = request.headers.get("content-length", "")
             num_bytes = int(length) if length.isdecimal() else 0
             reserved = self._limiter.reserve(key, num_answers, params.max_tokens, num_bytes)
@@ -409,12 +410,6 @@ class Desk:
         if name not in known:
             raise UnknownModel(name, known)
         return name
-
-    def _over_queue(self, num_prompts: int, n: int) -> InvalidParams:
-        """Returns the error where the queue could never hold all answers, which have to be queued together."""
-        most = self.settings.max_queued_requests
-        allowed = f"at most {most} answers at once, or start with a larger --max-queued-requests"
-        return InvalidParams("n", f"{n} for each of {num_prompts} prompts", allowed)
 
 
 def json_response(content: Any, status: int = 200) -> Response:

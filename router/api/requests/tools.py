@@ -15,10 +15,14 @@ MAX_TOOLS = 1024
 NO_PARAMETERS = {"type": "object", "properties": {}}
 
 
-class Function(BaseModel):
-    """A function that the model may call. `parameters`: the JSON schema of its arguments, an object."""
+class RequestPart(BaseModel):
+    """A part of a request, checked as the request is."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
+
+
+class Function(RequestPart):
+    """A function that the model may call. `parameters`: the JSON schema of its arguments, an object."""
 
     name: str = Field(pattern=f"^{NAME}$")
     description: str | None = None
@@ -28,27 +32,21 @@ class Function(BaseModel):
     )
 
 
-class Tool(BaseModel):
+class Tool(RequestPart):
     """One tool. Only functions are supported."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     type: Literal["function"]
     function: Function
 
 
-class FunctionName(BaseModel):
+class FunctionName(RequestPart):
     """The name of a function."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     name: str
 
 
-class NamedTool(BaseModel):
+class NamedTool(RequestPart):
     """The choice of one function."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     type: Literal["function"] = "function"
     function: FunctionName

@@ -216,7 +216,7 @@ def _outside_text(whole: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
                 yield from visit(child, f"{begin}{own}.")
             elif child is text:
                 yield from in_text(f"{begin}{own}.")
-            elif child not in needed and (_has_weights(child) or isinstance(child, LeftOut)):
+            elif child not in needed and (list(child.parameters()) or isinstance(child, LeftOut)):
                 yield f"{begin}{own}", child
 
     def in_text(begin: str) -> Iterator[tuple[str, nn.Module]]:
@@ -225,10 +225,6 @@ def _outside_text(whole: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
                 yield f"{begin}{own}", child
 
     yield from in_text("") if text is whole else visit(cast(nn.Module, whole), "")
-
-
-def _has_weights(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
 
 
 def _has_model(module: nn.Module) -> bool:

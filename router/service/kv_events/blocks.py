@@ -23,14 +23,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from lightkv.ledger.changes import (
-    Namespace,
-    SegmentAdded,
-    SegmentCut,
-    SegmentGrew,
-    SegmentSplit,
-    TreeChange,
-)
+from lightkv.ledger.changes import Namespace, SegmentAdded, SegmentCut, SegmentGrew, SegmentSplit, TreeChange
 
 from .events import MEDIUM, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 

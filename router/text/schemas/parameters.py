@@ -246,7 +246,7 @@ def _parsed(text: str) -> tuple[Any] | None:
     """Returns the value that a text is as JSON, or as a literal of Python; None if it is neither."""
     for one in (text, _PYTHON.sub(_json_of, text)):
         try:
-            return (json.loads(one, parse_constant=_refuse, parse_float=_finite),)
+            return (json.loads(one, parse_constant=_finite, parse_float=_finite),)
         except (ValueError, RecursionError):
             continue
     return None
@@ -259,12 +259,10 @@ def _json_of(found: re.Match[str]) -> str:
     return f'"{inner}"'
 
 
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is not JSON")
-
-
 def _finite(text: str) -> float:
+    """Returns a number. Raises ValueError for those that JSON does not have: NaN, infinities and what is too
+    large."""
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"{text} is too large for JSON")
+        raise ValueError(f"{text} is no number of JSON")
     return value

@@ -149,9 +149,8 @@ def decode_attention(
         num_queries: queries of each request, at its last positions: 1, or the number of drafted tokens to
             verify and one more. A query whose position would be negative gets zeros.
         plan: the result of `decode_plan` for the same rows, lengths and num_queries, and for the layer's limits
-            as the lookup changes them (`Lookup.limits`). One plan serves
-            all layers of a step, and contains the requests' shared prefixes, if there are any. If None, a plan
-            without shared prefixes is made.
+            as the lookup changes them (`Lookup.limits`). One plan serves all layers of a step, and contains the
+            requests' shared prefixes, if there are any. If None, a plan without shared prefixes is made.
         out: `[B * num_queries, H, Dv]` to write to; allocated in the dtype of q if None.
         lse: float32 `[B * num_queries, H]`, contiguous, to write the log-sum-exp of the scores to, in base 2,
             the head's sink included; -inf where a query sees no key and has no sink. Not written if None.

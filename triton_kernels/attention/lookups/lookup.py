@@ -27,9 +27,8 @@ class LookupHooks(NamedTuple):
     """The jit functions of a lookup that kernels call. Those that it does not set leave no instruction.
 
     `place`: returns where the entries of the tokens at `positions` of a row, int64, begin (a pointer, or one
-    for each position), and which entries from there they have. Positions that are not valid, where
-    `valid` is given, read nothing. It
-    makes no ranges, so that Gluon's kernels can compile it, too.
+    for each position), and which entries from there they have. Positions that are not valid, where `valid` is
+    given, read nothing. It makes no ranges, so that Gluon's kernels can compile it, too.
     `attend_kept`: attends from a request's `KeptQuery` to keys that the work list does not have, before all
     others; returns `Sums`. Only decode calls it.
     """

@@ -142,8 +142,7 @@ def _attend_sinks(
 
 
 class _Data(NamedTuple):
-    """`PAIRS`: of dims that the rotation turns. `SEEN`: the sinks that the
-    layer sees, all or none."""
+    """`PAIRS`: of dims that the rotation turns. `SEEN`: the sinks that the layer sees, all or none."""
 
     SINKS: Any
     SIZE: Any

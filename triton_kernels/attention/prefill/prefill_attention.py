@@ -145,20 +145,14 @@ def prefill_attention(
 
     Args:
         q: `[T, H, Dk]`, request after request; H is a multiple of num_kv_heads.
-        kv: the layer's K/V and the index that finds it. The dot products run in the dtype of q and accumulate
-            in float32.
-        rows: int32 or int64 `[B]`, each request's row of the index.
+        kv, rows, options, out, lse: as in `decode_attention`, for the T queries.
         q_starts: int32 `[B + 1]`: the queries of request b are q[q_starts[b] : q_starts[b + 1]]. Queries from
             q_starts[B] on belong to no request, and their part of the output is not written.
         lengths: int32 `[B]`, the request's tokens in the cache, the queries' own included; at most num_entries
             * 2**page_shift, which is not checked. A lookup that has entries for a number of tokens alone has to
             have them for the windows of all queries, which is not checked either.
-        options: the scale, whether the layer is causal, and its variants.
         plan: the result of `prefill_plan` for the same rows, q_starts, lengths, limits and shapes; it serves
             all layers of a step, one after the other. If None, a plan is made here.
-        out: `[T, H, Dv]` to write to; allocated in the dtype of q if None.
-        lse: float32 `[T, H]`, contiguous, to write the log-sum-exp of the scores to, in base 2, the head's
-            sink included; -inf where a query sees no key and has no sink. Not written if None.
 
     Returns:
         `[T, H, Dv]`, `out`.

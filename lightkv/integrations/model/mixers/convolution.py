@@ -3,8 +3,14 @@ state."""
 
 from torch import Tensor, nn
 
+from lightkv.memory.kv_spec import StateTensor
 from lightkv.memory.state_passes import StatePass
 from lightkv.triton_kernels.states.causal_conv import Convolution, causal_conv, causal_conv_reference
+
+
+def state_of(conv: nn.Conv1d) -> StateTensor:
+    """Returns the state of a convolution: the inputs before the next token, `[width - 1, D]`."""
+    return StateTensor("convolution", (conv.weight.shape[-1] - 1, conv.weight.shape[0]), conv.weight.dtype)
 
 
 def convolve(

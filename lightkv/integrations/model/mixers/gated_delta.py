@@ -24,7 +24,7 @@ from lightkv.triton_kernels.states.gated_delta_decode import (
 )
 from lightkv.triton_kernels.states.gated_norm import gated_norm, gated_norm_reference
 
-from .convolution import convolve
+from .convolution import convolve, state_of
 from .delta_chunks import delta_chunks
 from .heads import Heads
 
@@ -57,12 +57,9 @@ class GatedDelta:
 
     @property
     def tensors(self) -> tuple[StateTensor, ...]:
-        module, weight = self.module, self.module.conv1d.weight
+        module = self.module
         matrix = module.num_v_heads, module.head_k_dim, module.head_v_dim
-        return (
-            StateTensor("recurrent", matrix, torch.float32),
-            StateTensor("convolution", (weight.shape[-1] - 1, weight.shape[0]), weight.dtype),
-        )
+        return StateTensor("recurrent", matrix, torch.float32), state_of(module.conv1d)
 
     @property
     def heads(self) -> Heads:

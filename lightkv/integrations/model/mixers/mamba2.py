@@ -15,7 +15,7 @@ from torch.nn import functional
 from lightkv.memory.kv_spec import StateTensor
 from lightkv.memory.state_passes import StatePass
 
-from .convolution import convolve
+from .convolution import convolve, state_of
 from .decayed_attention import decayed_attention
 from .heads import Heads
 
@@ -34,12 +34,9 @@ class Mamba2:
 
     @property
     def tensors(self) -> tuple[StateTensor, ...]:
-        module, weight = self.module, self.module.conv1d.weight
+        module = self.module
         matrix = len(module.A_log), module.ssm_state_size, module.head_dim
-        return (
-            StateTensor("recurrent", matrix, torch.float32),
-            StateTensor("convolution", (weight.shape[-1] - 1, weight.shape[0]), weight.dtype),
-        )
+        return StateTensor("recurrent", matrix, torch.float32), state_of(module.conv1d)
 
     @property
     def heads(self) -> Heads:

@@ -109,11 +109,6 @@ def bind_mixers(model: PreTrainedModel) -> None:
         mixer.module.forward = partial(_forward, mixer)
 
 
-def are_bound(model: PreTrainedModel) -> bool:
-    """Returns whether `bind_mixers` has changed modules of `model`."""
-    return any(is_bound_mixer(module) for module in model.modules())
-
-
 def release_mixers(model: PreTrainedModel) -> None:
     """Gives the modules that `bind_mixers` changed their own forward pass."""
     for module in filter(is_bound_mixer, model.modules()):

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightkv.memory.kv_spec import StateTensor
 from lightkv.memory.state_passes import StatePass
 
-from .convolution import convolve
+from .convolution import convolve, state_of
 from .heads import Heads
 
 
@@ -24,8 +24,7 @@ class ShortConv:
 
     @property
     def tensors(self) -> tuple[StateTensor, ...]:
-        weight = self.module.conv.weight
-        return (StateTensor("convolution", (weight.shape[-1] - 1, weight.shape[0]), weight.dtype),)
+        return (state_of(self.module.conv),)
 
     @property
     def heads(self) -> Heads:

@@ -1,9 +1,8 @@
 """How transformers' decoder layers compute, by the names of their classes, so that they can run fused.
 
-`fused_rotary.py` and `fused_layers.py` look a layer up when its model is loaded, and divided among ranks.
-What its plan says is compared there with the layer's own code. A part that computes anything else, and a
-layer without a plan, runs transformers' code. `python -m tests.support.plan_search` finds the plan of another
-family.
+`fused_rotary.py` and `fused_layers.py` look a layer up when its model is loaded, and divided among ranks. What
+its plan says is compared there with the layer's own code. A part that computes anything else, and a layer
+without a plan, runs transformers' code. `python -m tests.support.plan_search` finds the plan of another family.
 """
 
 from dataclasses import dataclass, replace
@@ -137,14 +136,8 @@ _LAYERS: tuple[tuple[LayerPlan, str], ...] = (
     ),
     (replace(_LLAMA, router=_SOFTMAX), "MixtralDecoderLayer Qwen2MoeDecoderLayer"),
     (replace(_LLAMA, router=RouterPlan(name="router")), "AriaTextDecoderLayer"),
-    (
-        replace(_LLAMA, router=RouterPlan(is_wide=True, is_normalised=False)),
-        "DeepseekOcr2TextDecoderLayer",
-    ),
-    (
-        replace(_LLAMA, router=_SIGMOID),
-        "Glm4vMoeTextDecoderLayer SolarOpenDecoderLayer",
-    ),
+    (replace(_LLAMA, router=RouterPlan(is_wide=True, is_normalised=False)), "DeepseekOcr2TextDecoderLayer"),
+    (replace(_LLAMA, router=_SIGMOID), "Glm4vMoeTextDecoderLayer SolarOpenDecoderLayer"),
     (replace(_LLAMA, angles="once", router=RouterPlan(name="router")), "GptOssDecoderLayer"),
     (
         replace(_LLAMA, qkv=("qkv_proj",), gate_up=("gate_up_proj",)),
@@ -221,10 +214,7 @@ _LAYERS: tuple[tuple[LayerPlan, str], ...] = (
     # Layers with states beside attention.
     (replace(_OWN_ATTENTION, mixers=("linear_attn",)), "OlmoHybridLinearAttentionDecoderLayer"),
     (_QWEN3_5, "Qwen3_5DecoderLayer"),
-    (
-        replace(_QWEN3_5, router=_SOFTMAX),
-        "Qwen3_5MoeDecoderLayer Qwen3NextDecoderLayer",
-    ),
+    (replace(_QWEN3_5, router=_SOFTMAX), "Qwen3_5MoeDecoderLayer Qwen3NextDecoderLayer"),
     # Granite's with a mixture adds two MLPs. Bamba's, Falcon-H1's and MiniMax's compute more than a sum.
     (
         replace(
