@@ -75,6 +75,12 @@ class TokenAllocator:
         """Free slots by the host's count, which trusts that only slots in use are freed."""
         return self._num_free
 
+    @property
+    def _mem_cum_sum(self) -> Tensor:
+        """int32 `[num_blocks]` on the device: the prefix sum over blocks that the last large allocation
+        left."""
+        return self._state.mem_cum_sum
+
     def alloc(self, n: int, contiguous: bool = False, entries: TableEntries | None = None) -> Tensor:
         """Allocates the `n` lowest free slots, ascending, all or none.
 
