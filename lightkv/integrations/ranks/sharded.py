@@ -306,9 +306,9 @@ def _divide(model: PreTrainedModel, ranks: RankGroup, plan: Mapping[str, str]) -
                 _keep_head(module, model.config.get_text_config(), ranks)
             if style in _SUM:
                 begin = ranks.rank * rank_part_size(whole_in, ranks) if style in _SPLIT_INPUT else None
-                _put(root, name, SummedLinear(module, ranks, begin))
+                root.set_submodule(name, SummedLinear(module, ranks, begin))
             elif style in _GATHER:
-                _put(root, name, GatheredLinear(module, ranks, whole_out))
+                root.set_submodule(name, GatheredLinear(module, ranks, whole_out))
         elif style in _EMBEDDING:
             cast(Any, module).padding_idx = None  # it may be in another part; only gradients depend on it
             module.forward = partial(_embed, module, ranks)
@@ -367,11 +367,6 @@ def _divide_sizes(owner: Any, names: Iterable[str], ranks: RankGroup) -> None:
 
 def _generic(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
-
-
-def _put(root: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, own = name.rpartition(".")
-    setattr(root.get_submodule(parent), own, module)
 
 
 def _keep_quantised(module: WeightPart, style: str, ranks: RankGroup) -> None:

@@ -59,8 +59,7 @@ class QuantisedLayers:
         def init(model: Any, config: PreTrainedConfig) -> None:
             base.__init__(model, config)
             for name, weight in weights.items():
-                parent, _, own = name.rpartition(".")
-                setattr(model.get_submodule(parent), own, WeightPart(weight, 0, weight.shape[0]))
+                model.set_submodule(name, WeightPart(weight, 0, weight.shape[0]))
             for name, stored in experts.items():
                 parent, _, own = name.rpartition(".")
                 module = model.get_submodule(parent)

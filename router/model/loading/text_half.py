@@ -120,9 +120,7 @@ def _without(wrapper: Any, left_out: tuple[str, ...]) -> Any:
         with _without_missing_packages():
             wrapper.__init__(self, _causal(config))
         for name in left_out:
-            parent, _, own = name.rpartition(".")
-            config_of = getattr(self.get_submodule(name), "config", None)
-            setattr(self.get_submodule(parent), own, LeftOut(config_of))
+            self.set_submodule(name, LeftOut(getattr(self.get_submodule(name), "config", None)))
         begins = tuple(f"{name}." for name in left_out)
         self.all_tied_weights_keys = {
             key: target for key, target in self.all_tied_weights_keys.items() if not key.startswith(begins)
