@@ -12,7 +12,6 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -88,9 +87,9 @@ def load_model(
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)] if half is None else half.model_class
     for name in weight_files(directory):
         tensors |= _known(stored_tensors(directory / name), model_class)
-    stored = _StoredBytes.of(tensors, half)
+    stored, unread = _stored_bytes(tensors, half)
     if dtype == "auto":
-        dtype = _auto_dtype(device, getattr(config, "dtype", None), set(stored.read))
+        dtype = _auto_dtype(device, getattr(config, "dtype", None), set(stored))
     with refusing(directory, "cannot be loaded"), quiet_transformers():
         layers = quantised_layers(directory, config, tensors, half, dtype)
     config = without_quantization(config)
@@ -99,12 +98,12 @@ def load_model(
         require_packages(what, "quantised", "humming")
     if layers is not None and not dequantise:
         layers.require_whole()
-    num_bytes = _loaded_bytes(stored.read, dtype.itemsize)
+    num_bytes = _loaded_bytes(stored, dtype.itemsize)
     if layers is not None and dequantise:
         packed = sum(tensors[name].num_bytes for name in layers.names if name in tensors)
         num_bytes += layers.num_bytes(dtype.itemsize) - packed
     num_bytes //= 1 if ranks is None else ranks.size
-    left_out = {name: _loaded_bytes(one, dtype.itemsize) for name, one in stored.left_out.items()}
+    left_out = {name: _loaded_bytes(one, dtype.itemsize) for name, one in unread.items()}
     free, total = _memory(device)
     if num_bytes > free and device.type != "meta":  # the meta device stores nothing
         raise ModelTooLarge(directory, num_bytes, free, total)
@@ -197,23 +196,17 @@ def _known(stored: Mapping[str, StoredTensor], model_class: Any) -> dict[str, St
     return {name: one for name, one in stored.items() if not any(one.search(name) for one in ignored)}
 
 
-@dataclass(frozen=True)
-class _StoredBytes:
-    """The bytes of each element type in a model's files: of the weights that are read, and of those of each
-    module that is left out."""
-
-    read: Counter[str]
-    left_out: dict[str, Counter[str]]
-
-    @classmethod
-    def of(cls, tensors: Mapping[str, StoredTensor], half: TextHalf | None) -> "_StoredBytes":
-        """Counts `tensors`."""
-        found = cls(Counter(), defaultdict(Counter))
-        places = {} if half is None else half.places(tensors)
-        for name, one in tensors.items():
-            counter = found.left_out[places[name]] if name in places else found.read
-            counter[one.dtype] += one.num_bytes
-        return found
+def _stored_bytes(
+    tensors: Mapping[str, StoredTensor], half: TextHalf | None
+) -> tuple[Counter[str], dict[str, Counter[str]]]:
+    """Returns the bytes of each element type in a model's files: of the weights that are read, and of those of
+    each module that is left out."""
+    read, left_out = Counter[str](), defaultdict[str, Counter[str]](Counter)
+    places = {} if half is None else half.places(tensors)
+    for name, one in tensors.items():
+        counter = left_out[places[name]] if name in places else read
+        counter[one.dtype] += one.num_bytes
+    return read, left_out
 
 
 def _auto_dtype(device: torch.device, declared: torch.dtype | None, stored: set[str]) -> torch.dtype:
