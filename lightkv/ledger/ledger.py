@@ -166,9 +166,7 @@ class TokenLedger:
         return self._open(sequence, prompt_length(token_ids), namespace)
 
     def open_ring(self, token_ids: bytes, ring: Ring, namespace: Namespace = ()) -> RingSequence:
-        """Opens a sequence in a row of `ring.capacity` entries, which get their slots as it fills and are then
-        written again; a prompt of any length may follow. At most its sinks are shared. Raises what `open`
-        does."""
+        """Opens a sequence whose row is a ring, as `KVCache.open_ring` does. Raises what `open` does."""
         self._require_one_group("a ring")
         sequence = RingSequence(token_ids, ring)
         prompt_length(token_ids)
@@ -177,19 +175,16 @@ class TokenLedger:
     def open_reader(
         self, token_ids: bytes, cross: CrossSequence, namespace: Namespace = ()
     ) -> ReaderSequence:
-        """Opens a sequence that reads a cross sequence (`open_cross`) and keeps it open, as its forks do. It
-        shares tokens only with other readers. Raises what `open` does, and ValueError for any other `cross`."""
+        """Opens a sequence that reads a cross sequence, as `KVCache.open_reader` does. Raises what `open` does,
+        and ValueError for any other `cross`."""
         self._require_one_group("a reader")
         self.require_open(cross)
         reader = ReaderSequence(token_ids, cross)
         return self._open(reader, prompt_length(token_ids), namespace, cross.root.namespace)
 
     def open_cross(self, length: int) -> CrossSequence:
-        """Opens a cross sequence: `length` tokens of an encoder, say, whose K/V is written once and read by the
-        sequences that are opened with it (`open_reader`), and allocates all its slots. `close` ends the
-        caller's hold; the slots are freed once the last reader has closed, too, with all that its readers have
-        left cached. Raises OutOfTokens, OutOfRows, SequenceTooLong, ValueError.
-        """
+        """Opens a cross sequence of `length` tokens and allocates all its slots, as `KVCache.open_cross` does,
+        which says when they are freed. Raises OutOfTokens, OutOfRows, SequenceTooLong, ValueError."""
         if length < 1:
             raise ValueError(f"a cross sequence of {length} tokens; give at least one")
         self._require_one_group("a cross sequence")
@@ -288,8 +283,7 @@ class TokenLedger:
         return self.extend([sequence], [length - sequence.length])
 
     def shrink(self, sequences: Seq[Sequence], counts: Seq[int]) -> None:
-        """Undoes an `extend` whose tokens were not computed: frees the last `counts[i]` slots of
-        `sequences[i]`, all or none. Raises ValueError for slots that other sequences may hold."""
+        """Undoes an `extend` whose tokens were not computed, as `KVCache.shrink` does."""
         require_lists(sequences, counts)
         self._extension.require_batch(sequences)
         extension.shrink(self._state, sequences, counts)
@@ -361,10 +355,8 @@ class TokenLedger:
         state.close(sequence)
 
     def fork(self, sequence: Sequence) -> Sequence:
-        """Opens another sequence that holds the same tokens; no K/V is copied. Raises OutOfRows, ValueError.
-
-        Tokens that either of them adds from now on are its own. When it closes, it caches its own output.
-        """
+        """Opens another sequence that holds the same tokens, as `KVCache.fork` does. When it closes, it caches
+        its own output. Raises OutOfRows, ValueError."""
         state = self._state
         self._require_branching(sequence)
         if not state.free_rows:
@@ -377,34 +369,27 @@ class TokenLedger:
         return state.fork(sequence)
 
     def truncate(self, sequence: Sequence, length: int) -> None:
-        """Drops all but the first `length` entries of a sequence, such as after tokens that were guessed wrong.
-
-        Shared tokens stay with the other holders, or cached. The prompt is cut to `length` too. A sequence that
-        is cut to no more than its sinks has dropped nothing any more; otherwise its next token's position is
-        `length + dropped`, after all that is left. Raises ValueError.
-        """
+        """Drops all but the first `length` entries of a sequence, as `KVCache.truncate` does. One that is cut
+        to no more than its sinks has dropped nothing any more. Raises ValueError."""
         self._require_branching(sequence)
         extension.truncate(self._state, sequence, length)
 
     def release(self, sequence: Sequence, count: int, sink_tokens: int = 0) -> int:
-        """Drops the `count` oldest tokens after the first `sink_tokens`, as a sliding window does.
+        """Drops the `count` oldest tokens after the first `sink_tokens`, as `KVCache.release` does.
 
         Returns how many slots this frees at once: tokens that others hold stay with them, and tokens that the
-        tree has indexed stay cached. The remaining entries move down; nothing that the sequence computes is
-        cached from now on. Raises ValueError: for more tokens than it has; once it has dropped some, for more
-        `sink_tokens` than before, and for fewer while it still shares segments on both sides of the gap.
+        tree has indexed stay cached. Raises ValueError: for more tokens than it has; once it has dropped some,
+        for more `sink_tokens` than before, and for fewer while it still shares segments on both sides of the
+        gap.
         """
         self._require_branching(sequence)
         self._require_one_group("a sequence that drops tokens")
         return extension.release(self._state, sequence, count, sink_tokens)
 
     def keep(self, sequence: Sequence, count: int) -> int:
-        """Keeps only `count` of the private tokens after its sinks. Which ones stay is passed to the device
-        memory.
-
-        Returns how many slots this frees at once. The remaining entries move down in their order; nothing that
-        the sequence computes is cached from now on. Raises ValueError.
-        """
+        """Keeps only `count` of the private tokens after its sinks, as `KVCache.keep` does. Which ones stay is
+        passed to the device memory. Returns how many slots this frees at once; nothing that the sequence
+        computes is cached from now on. Raises ValueError."""
         self._require_branching(sequence)
         self._require_one_group("a sequence that drops tokens")
         return extension.keep(self._state, sequence, count)
