@@ -43,7 +43,12 @@ WRITTEN_FORMATS = ("auto", "int8", "fp8-static", "int8-g8", "int4")
 WRITES = 16  # in a graph: a single one takes about as long as an empty kernel
 SAMPLED = (1, 32, 256)  # rows of logits
 VOCAB_SIZE = 128_256
-SETTINGS = {"greedy": {"temperature": 0.0}, "random": {"temperature": 0.7}, "top-p": {"top_p": 0.9}}
+SETTINGS: dict[str, dict[str, float]] = {
+    "greedy": {"temperature": 0.0},
+    "random": {"temperature": 0.7},
+    "top-p": {"top_p": 0.9},
+    "top-k, cold": {"top_k": 50, "temperature": 0.1},
+}
 SLOTS = 2**18  # of a pool that is written to: more than fit the L2 cache
 
 Sides = dict[str, Callable[[], Any]]

@@ -264,6 +264,7 @@ class _Start:
             }
             with compile_ahead(), few_layers(self.model, kinds.get):
                 _warm_up(parts.memory, limits)
+                parts.sampler.rehearse(self.model.dtype)
                 if graphs is not None:
                     graphs.rehearse()
             _warm_up(parts.memory, limits)

@@ -167,7 +167,7 @@ class Sampler:
         Log-probabilities are those without masks.
         Greedy rows take the lowest id among equal logits. A row whose logits hold NaN or +inf, or nothing but
         -inf, gets some token of the vocabulary. Raises ValueError if the shapes do not agree, and LightKVError
-        from EDITED on before `enable_logit_edits`.
+        for EDITED before `enable_logit_edits`.
         """
         if logits.shape != (rows.shape[0], self.vocab_size) or positions.shape != rows.shape:
             raise ValueError(
@@ -186,6 +186,14 @@ class Sampler:
             sampled = self._sample_edited(logits, rows, positions, masks)
         self.next_token.index_copy_(0, rows, sampled.tokens)
         return sampled
+
+    def rehearse(self, dtype: torch.dtype) -> None:
+        """Launches what draws tokens, for the padding row: from logits of this type, and from float32, which
+        edited logits are. So `compile_ahead` meets the kernels of every kind."""
+        row = torch.zeros(1, dtype=torch.int64, device=self.device)
+        for kind in (SamplerKind.GREEDY, SamplerKind.RANDOM):
+            for one in {dtype, torch.float32}:
+                self.sample(torch.zeros(1, self.vocab_size, dtype=one, device=self.device), row, row, kind)
 
     def check(self) -> None:
         """Checks the state between steps; synchronises. Raises LightKVError if a part of it is wrong."""
@@ -272,8 +280,10 @@ def _line(new_row: NewRow) -> np.ndarray:
         raise ValueError(f"row {new_row.row} has seed {new_row.seed}; give a signed integer of 64 bits")
     line = np.zeros(1, _LINE)
     line["row"], line["seed"] = new_row.row, new_row.seed
-    line["temperature"] = 0.0 if params.greedy else params.temperature
-    line["min_p"], line["top_p"], line["top_k"] = params.min_p, params.top_p, params.top_k
+    line["top_p"] = 1.0
+    if not params.greedy:
+        line["temperature"], line["min_p"] = params.temperature, params.min_p
+        line["top_p"], line["top_k"] = params.top_p, params.top_k
     line["repetition_penalty"] = params.repetition_penalty
     line["presence_penalty"] = params.presence_penalty
     line["frequency_penalty"] = params.frequency_penalty

@@ -28,7 +28,7 @@ from .token_buckets import FEW_PREFILLS, MOST_TOKENS, most_buckets, prompt_shape
 FIRST_DECODES = 32  # decode batches up to this size have their own graphs from the start
 _KINDS = (SamplerKind.GREEDY, SamplerKind.RANDOM)  # of decode graphs that no step has lacked yet
 _GRAPH_BYTES = 2 << 20  # of the launches of a graph
-_LOGITS_COPIES = 3  # of a decode graph that samples at random, and the logits of prompt graphs
+_LOGITS_COPIES = 3  # of a decode graph that draws from 16-bit logits, and the logits of prompt graphs
 
 
 def batch_sizes(most: int) -> list[int]:

@@ -1,5 +1,6 @@
 """Tests of the sampler: kinds and batches, penalties, log-probabilities, extremes, misuse, and the GPU."""
 
+import itertools
 import math
 from collections import Counter
 
@@ -11,6 +12,7 @@ from lightkv.errors import LightKVError
 from lightkv.router.engine.step import NewRow
 from lightkv.router.model.sampler import Sampler
 from lightkv.router.sampling_params import MAX_END_IDS, InvalidParams, SamplerKind, SamplingParams
+from lightkv.triton_kernels.layers.draw import Draws, draw_tokens_reference
 from tests.support.combinations import slow
 from tests.support.gpu_engine import no_waits
 from tests.support.sampler_rows import (
@@ -335,6 +337,40 @@ def test_shapes_that_disagree_are_refused(device: torch.device) -> None:
         draw(sampler, make_logits(2, 0), [1], [0], RANDOM)
     with pytest.raises(ValueError, match="at least 2 rows"):
         Sampler(1, VOCAB_SIZE, device)
+
+
+def test_a_rehearsal_draws_of_every_kind_from_both_types_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Edited logits are float32, whatever type the model's are."""
+    sampler = make_sampler(torch.device("cpu"), SamplingParams())
+    drawn: list[tuple[torch.dtype, bool]] = []
+
+    def noted(scores: torch.Tensor, draws: Draws | None) -> torch.Tensor:
+        drawn.append((scores.dtype, draws is None))
+        return draw_tokens_reference(scores, draws)
+
+    monkeypatch.setattr("lightkv.router.model.sampler.draw_tokens_reference", noted)
+    sampler.rehearse(torch.float16)
+    assert sorted(drawn, key=str) == sorted(
+        itertools.product((torch.float16, torch.float32), (True, False)), key=str
+    )
+    sampler.check()
+
+
+def test_a_greedy_row_has_no_top_k_and_top_p_to_apply(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[Draws] = []
+
+    def noted(scores: torch.Tensor, draws: Draws) -> torch.Tensor:
+        found.append(draws)
+        return draw_tokens_reference(scores, draws)
+
+    for name in ("draw_tokens", "draw_tokens_reference"):
+        monkeypatch.setattr(f"lightkv.router.model.sampler.{name}", noted)
+    sampler = make_sampler(device, SamplingParams(temperature=0, top_k=5, top_p=0.5), SamplingParams(top_k=5))
+    draw(sampler, make_logits(2, 0), [1, 2], [0, 0], RANDOM)
+    assert found[0].settings.top_k.flatten().tolist() == [0, 5]
+    assert found[0].settings.top_p.flatten().tolist() == [1, 1]
 
 
 def test_sampling_edited_without_its_buffers_is_refused(device: torch.device) -> None:

@@ -33,12 +33,13 @@ _LEAST_BITS = tl.constexpr(0x2B800000)  # of 2^-40; smaller weights are 0 as int
 _ABOVE_ONE = tl.constexpr(0x3F800001)  # the bits of the float32 after 1, the largest weight
 _PART = 2048  # tokens of a program
 _CUT_BLOCK = 4 * _PART  # tokens that a program of `cut` reads at once
-_FEW = 8192  # tokens that it holds in registers
+_FEW = 8192  # tokens that a program of `cut` holds in registers
 
 
 class Settings(NamedTuple):
-    """How the token of each row is drawn: `[B, 1]` each, all with one stride. `temperature`, float32: 0 takes
-    the likeliest token. `min_p`, `top_p`: float32. `top_k`, int32: below 1 for all tokens."""
+    """How the token of each row is drawn: `[B, 1]` each, all with one stride, which is not checked.
+    `temperature`, float32: 0 takes the likeliest token. `min_p`, `top_p`: float32. `top_k`, int32: below 1 for
+    all tokens."""
 
     temperature: Tensor
     min_p: Tensor
@@ -174,8 +175,8 @@ def _bisect(
     BLOCK: tl.constexpr,
     FEW: tl.constexpr,
 ):
-    """Returns the bits of the largest weight from `low` on that is small enough for the amount of the tokens
-    of at least this weight to be `wanted`, and the amount of larger weights."""
+    """Returns the bits of the largest bound from `low` on for which the tokens of at least this weight amount
+    to `wanted`, and the amount of the tokens above it."""
     high = tl.full([], _ABOVE_ONE, tl.int32)
     num_high = tl.full([], 0, tl.int32)
     above = tl.full([], 0, tl.int64)

@@ -10,7 +10,7 @@ its part of each weight only (`integrations/ranks/sharded.py`).
 """
 
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -61,11 +61,14 @@ def prepare_linears(
     shared, layers = shared_parameters(model), one_input or {}
     # Else a weight could come to lie in large memory that a pass has freed, which torch could not give back.
     torch.cuda.empty_cache()
+    moved: list[nn.Module] = []
     for layer, groups in layers.items():
-        linears.joined |= _join_in(layer, groups, shared)
+        joined, has_moved = _join_in(layer, groups, shared)
+        linears.joined |= joined
         linears.names |= groups
-    if linears.joined and any(parameter.is_cuda for parameter in model.parameters()):
-        move_by_cpu(next(iter(layers)))
+        moved += [layer] if has_moved else []
+    for layer in moved[:1]:
+        move_by_cpu(one for one in layer.parameters() if type(one) is nn.Parameter and one.is_cuda)
     if packed:
         _pack(model, linears)
     if few_tokens:
@@ -157,14 +160,17 @@ def join(parent: nn.Module, names: Sequence[str], shared: Container[nn.Parameter
 
 def _join_in(
     layer: nn.Module, groups: Mapping[nn.Module, Sequence[str]], shared: set[nn.Parameter]
-) -> dict[nn.Module, Weight]:
-    """Joins each of `groups` in a decoder layer; returns the weights by the module that they are in."""
+) -> tuple[dict[nn.Module, Weight], bool]:
+    """Joins each of `groups` in a decoder layer. Returns the weights by the module that they are in, and
+    whether the layer is in other memory of a GPU now."""
     on_gpu = any(parameter.is_cuda for parameter in layer.parameters())
     before = [parameter.data for parameter in layer.parameters()] if on_gpu else []
     joined = {
         module: one for module, names in groups.items() if (one := join(module, names, shared)) is not None
     }
-    if before and joined:
+    places = zip(layer.parameters(), before, strict=False)
+    has_moved = any(parameter.data_ptr() != old.data_ptr() for parameter, old in places)
+    if has_moved:
         # transformers loads all weights into one block of memory. If the others stayed, the block would keep
         # holes that fit no joined weight. A layer that moves as a whole leaves room for the next one.
         for module in layer.modules():
@@ -173,7 +179,7 @@ def _join_in(
     del before
     if on_gpu:
         torch.cuda.empty_cache()
-    return joined
+    return joined, has_moved
 
 
 def _move(weight: Any, shared: set[nn.Parameter]) -> None:
@@ -182,12 +188,14 @@ def _move(weight: Any, shared: set[nn.Parameter]) -> None:
         weight.data = weight.data.clone()
 
 
-def move_by_cpu(layer: nn.Module) -> None:
-    """Puts the weights of a layer on a GPU into memory that is free by now. The first layer that is joined gets
-    memory of its own, and the last one leaves as much free within the block that all weights were loaded into:
-    torch gives back the former."""
-    storages = {one.data_ptr(): one for one in map(Tensor.untyped_storage, layer.parameters())}
-    copies = [(one, one.cpu().clone()) for one in storages.values() if one.resizable()]
+def move_by_cpu(parameters: Iterable[Tensor]) -> None:
+    """Puts the parameters of a layer on a GPU into memory that is free by now. The first layer that is joined
+    gets memory of its own, and the last one leaves as much free within the block that all weights were loaded
+    into. The first one moves there, so that torch can give its memory back."""
+    storages = {one.data_ptr(): one for one in map(Tensor.untyped_storage, parameters)}
+    copies = [
+        (one, torch.UntypedStorage(one.nbytes()).copy_(one)) for one in storages.values() if one.resizable()
+    ]
     copies.sort(key=lambda pair: pair[0].nbytes(), reverse=True)
     for storage, _ in copies:
         storage.resize_(0)

@@ -50,7 +50,8 @@ class LibraryTensors(NamedTuple):
 class OrderedTensors(NamedTuple):
     """A weight, or the weights of experts, in the order of the library, and the kernels that multiply it.
 
-    `tensors`: the numbers on a GPU, and the others, which are small, on the CPU. `bias`: `[N]` in its own
+    `tensors`: the numbers on a GPU, and the others, which are small, on the CPU: on the GPU they could come to
+    lie in memory that the weight had before, and torch could not give that back. `bias`: `[N]` in its own
     order, on the GPU. `kind`: as in `LibraryTensors`. `shape`: `(N, K)`. `num_experts`: 0 for one weight.
     `dtype`: of inputs and outputs.
     """
@@ -126,8 +127,7 @@ class HummingProduct:
 
         tensors, self._kernels, bias, kind, shape, self._num_experts, self._dtype = ordered
         (self._num_rows, self._num_columns), self.device = shape, tensors["weight"].device
-        # All move out of memory that the weight had before, and that the library freed. torch could not give
-        # that back while a part of it is in use.
+        # The numbers move, too: out of memory that the library used besides, and has freed.
         torch.cuda.empty_cache()
         self._tensors = {name: one.to(self.device, copy=True) for name, one in tensors.items()}
         # The arguments of `int4_linear`, where it multiplies a few tokens.
