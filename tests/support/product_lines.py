@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 # Lines of Python files, with docstrings, comments and blank lines.
-CEILINGS = {"lightkv": 20501, "router": 29858, "triton_kernels": 14763}
+CEILINGS = {"lightkv": 20453, "router": 29700, "triton_kernels": 15110}
 
 
 def lines(room: str) -> Counter[str]:
