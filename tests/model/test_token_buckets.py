@@ -109,8 +109,8 @@ def test_there_is_memory_for_every_chunk() -> None:
 
 
 def test_the_memory_to_keep_has_room_for_the_graphs_of_rows_with_grammars() -> None:
-    """Each size of decode batches has up to five graphs, and the masks are kept once. Weights that are drawn from
-    are float32, beside two of 16-bit logits: the graph's own, and those that prompt graphs share."""
+    """Each size of decode batches has up to five graphs, and the masks are kept once. Beside the weights that
+    are drawn from, in float32, there are logits in 16 bits twice: the graph's, and those of prompt graphs."""
     sizes = len(batch_sizes(256))
     least = graphs_bytes(256, 20, 0, 0, 0) - graphs_bytes(1, 20, 0, 0, 0)
     assert least >= (5 * (sizes - 1)) << 21

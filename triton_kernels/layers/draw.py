@@ -385,12 +385,12 @@ def draw_tokens(scores: Tensor, draws: Draws | None = None) -> Tensor:
 
 def draw_tokens_reference(scores: Tensor, draws: Draws | None = None) -> Tensor:
     """Computes `draw_tokens` in plain torch."""
-    scores = scores.to(torch.float32, copy=True)
     best_score, best = scores.max(dim=-1, keepdim=True)
     if draws is None:
         return best.squeeze(1)
     temperature, min_p, top_k, top_p = draws.settings
-    weights = token_weights_(scores, best_score, temperature, min_p)
+    weights = scores.to(torch.float32, copy=True)
+    token_weights_(weights, best_score, temperature, min_p)
     if bool(((top_k > 0) | (top_p < 1)).any()):
         truncate_(weights, top_k, top_p)
     drawn = pick(weights, uniforms(draws.seeds, draws.positions))
